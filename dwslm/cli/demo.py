@@ -1,0 +1,102 @@
+"""`dwslm demo`: the whole product in minutes on a laptop: prepare, train, be killed, resume, score."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from dwslm.cli.errors import make_console
+from dwslm.cli.prepare import prepare_sample
+from dwslm.runs.folder import open_run
+from dwslm.runs.reader import metrics
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DATA = "data/demo"
+VOCAB_SIZE = 4096  # the main model's 32,768 would spend most of a CPU's minutes in the output head
+KILL_AT = 0.4  # of the run's steps
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="prepare the sample, train a small hybrid, kill and resume it, score it",
+        description="Extra arguments are overrides of experiment=demo, for instance model.local=gdn.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="name=value")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    console = make_console()
+    started = time.monotonic()
+
+    def heading(text: str) -> None:
+        console.print(Text(f"\n[{time.monotonic() - started:.0f} s] {text}", style="bold"))
+
+    heading("1. Prepare: the sample text becomes a tokenizer and shards")
+    prepare_sample(console, out=DATA, vocab_size=VOCAB_SIZE)
+    heading("2. Train a small hybrid (Kimi Delta Attention and global layers, MuonH)")
+    train_and_kill(["experiment=demo", *arguments.overrides], console)
+    heading("3. Resume it from its last checkpoint")
+    check(["train.py", "resume=auto"])
+    heading("4. Score it on held-out text")
+    check(["eval.py", "checkpoint=latest", "baselines=true"])
+    heading("done")
+
+
+def check(command: list[str]) -> None:
+    """Runs one of the entry points to its end.
+
+    Raises:
+        ValueError: where it failed; it has said why.
+    """
+    done = subprocess.run([sys.executable, *command], cwd=REPOSITORY)
+    if done.returncode:
+        raise ValueError(f"{' '.join(command)} ended with code {done.returncode}; see above")
+
+
+def train_and_kill(overrides: list[str], console: Console) -> None:
+    """Starts training and kills it outright, as a power cut would, once it has saved and is past `KILL_AT` of its steps.
+
+    Raises:
+        ValueError: where training ends by itself before that.
+    """
+    before = time.time()
+    process = subprocess.Popen([sys.executable, "train.py", *overrides], cwd=REPOSITORY)
+    try:
+        while process.poll() is None:
+            time.sleep(0.2)
+            step = killable_step(before)
+            if step is not None:
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+                console.print(Text(f"\nkill -9 at about step {step:,}", style="bold red"))
+                return
+    finally:
+        process.kill()
+        process.wait()
+    raise ValueError(
+        f"train.py {' '.join(overrides)} ended with code {process.returncode} before it could be killed; see above"
+    )
+
+
+def killable_step(since: float) -> int | None:
+    """The step that the newest run has reported, if it began after `since`, has a checkpoint, and is far enough."""
+    try:
+        folder = open_run("latest", "runs")
+    except ValueError:
+        return None
+    if folder.record["created"] < since:
+        return None
+    rows = metrics(folder)
+    saved = any(folder.checkpoints.glob("step-*/manifest.json")) if folder.checkpoints.is_dir() else False
+    return (
+        rows[-1]["step"] if rows and saved and rows[-1]["step"] >= KILL_AT * folder.record["steps"] else None
+    )

@@ -1,0 +1,63 @@
+"""The user's mistakes as one line on stderr and exit code 1; ours as a traceback."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from dwslm.config import explain
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+PLAIN_WIDTH = 140  # columns of tables where the output is a file or a pipe
+
+
+def make_console() -> Console:
+    """Standard output; as wide as the terminal, or wide enough for our tables where there is none."""
+    console = Console(soft_wrap=True)
+    return console if console.is_terminal else Console(soft_wrap=True, width=PLAIN_WIDTH)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Leaves with code 1 and one line for what a user can put right.
+
+    That is what our own code raises as ValueError, OSError or FloatingPointError, and what Hydra says of a command line. The
+    same kinds of error raised inside a library are faults of ours, and show where they come from.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (HydraException, OmegaConfBaseException) as error:
+        fail(explain(error))
+    except (ValueError, OSError, FloatingPointError) as error:
+        if not raised_by_us(error):
+            raise
+        fail(str(error))
+
+
+def run_hydra(main: Callable[[], object]) -> None:
+    """Calls a function that Hydra has wrapped, with Hydra's own complaints about the command line as one line too."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints its own many lines and hides the error
+    with one_line_errors():
+        main()
+
+
+def fail(message: str) -> None:
+    """Prints `error: message` and exits with code 1."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(1)
+
+
+def raised_by_us(error: BaseException) -> bool:
+    """Whether the innermost frame of the error is in this package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and PACKAGE in Path(frames[-1].filename).resolve().parents

@@ -1,0 +1,300 @@
+"""Starting and resuming a run: everything is built and checked here, then handed to the trainer."""
+
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from dwslm.cli.errors import make_console
+from dwslm.cli.find import commit, find_checkpoint, open_split
+from dwslm.cli.prepare import prepare_sample
+from dwslm.config import SAMPLE_DATA, RunConfig, config_hash, resume_config, to_plain
+from dwslm.data.packing import RowStream
+from dwslm.data.shards import Dataset
+from dwslm.model.lm import LanguageModel
+from dwslm.ops import attention, delta_rule
+from dwslm.optim.optimizer import Optimizer
+from dwslm.optim.schedule import learning_rate
+from dwslm.runs.folder import RunFolder, create_run, open_run
+from dwslm.runs.writer import RunWriter
+from dwslm.train import checkpoint as checkpoints
+from dwslm.train.checkpoint import Checkpoint
+from dwslm.train.device import choose_device, device_name, set_numerics
+from dwslm.train.dry_run import dry_run
+from dwslm.train.loop import Position, Trainer, load_checkpoint, load_weights
+from dwslm.train.plan import Plan, make_plan
+from dwslm.train.report import data_table, facts, plan_table, rate, routing_table, size_table
+
+PACKAGES = ("dwslm", "torch", "triton", "numpy", "safetensors", "tokenizers", "hydra-core", "fla-core", "flash-attn",
+            "nvidia-cudnn-frontend", "transformer-engine")  # fmt: skip
+
+
+@dataclass
+class Built:
+    """What a run is made of, on its device."""
+
+    plan: Plan
+    model: LanguageModel
+    optimizer: Optimizer
+    stream: RowStream
+    train: Dataset
+    valid: Dataset
+
+
+def launch(config: RunConfig, overrides: Sequence[str]) -> None:
+    """Runs what the configuration asks for; `overrides` are the command line's own, for the check of a resume."""
+    console = make_console()
+    if config.resume and config.init_from:
+        raise ValueError("resume= goes on with a run and init_from= starts a new one: give one of them")
+    if config.data.path == SAMPLE_DATA and not Path(SAMPLE_DATA, "train", "manifest.json").is_file():
+        console.print(f"{SAMPLE_DATA} is not there yet: preparing the sample that ships with the code")
+        prepare_sample(console)
+    if config.resume:
+        resume(config, overrides, console)
+    elif config.dry_run:
+        built = build(config, lr=None)
+        describe(config, built, console)
+        dry_run(built.model, built.optimizer, built.stream, built.plan, config.train, console)
+    else:
+        start(config, console)
+
+
+def start(config: RunConfig, console: Console) -> None:
+    """A new run, from fresh weights or from those of `init_from`."""
+    built = build(config, lr=None)
+    if config.init_from:
+        found, _ = find_checkpoint(config.init_from, config.runs_dir)
+        built.optimizer.load_weights(load_weights(found.path, built.model))
+        console.print(
+            f"weights from {found.path}, step {found.step:,}; optimizer and data start anew", highlight=False
+        )
+    describe(config, built, console)
+    run = create_run(config.runs_dir, config.name, record(config, built))
+    with run.lock(), RunWriter(run, run.next_attempt()) as writer:
+        console.print(Text(f"run {run.path}"))
+        writer.event("start", step=0, tokens=0)
+        train(config, built, run, writer, console, Position())
+
+
+def resume(config: RunConfig, overrides: Sequence[str], console: Console) -> None:
+    """Goes on with a run from its newest checkpoint that verifies."""
+    run = open_run(str(config.resume), config.runs_dir)
+    with run.lock():
+        checkpoints.clean(run.checkpoints)
+        verify = run.record["config"]["checkpoint"]["verify"]
+        found, rejected = checkpoints.newest_good(run.checkpoints, verify)
+        for path, reason in rejected:
+            console.print(Text(f"passed over {path.name}: {reason}"))
+        state = found.state if found else {}
+        stored = state.get("config", run.record["config"])
+        config = resume_config(stored, config, overrides)
+        built = build(config, lr=state.get("lr"))
+        position = Position()
+        if found:
+            check_same_data(state, built.stream, found)
+            load_checkpoint(found, built.optimizer)
+            position = Position(state["step"], state["tokens"], state["row"])
+        receipt = make_receipt(config, built, run, found, state, position, len(rejected))
+        console.print(facts("Resume", receipt))
+        if config.dry_run:
+            dry_run(built.model, built.optimizer, built.stream, built.plan, config.train, console)
+            return
+        with RunWriter(run, run.next_attempt()) as writer:
+            for path, reason in rejected:
+                writer.event("checkpoint_rejected", path=path.name, reason=reason)
+            changed = {key: value for key, value in to_plain(config).items() if stored.get(key) != value}
+            writer.event(
+                "resume", step=position.step, tokens=position.tokens, changed=changed, receipt=receipt
+            )
+            train(config, built, run, writer, console, position)
+
+
+def train(
+    config: RunConfig, built: Built, run: RunFolder, writer: RunWriter, console: Console, position: Position
+) -> None:
+    """Trains and leaves the event that says how it ended."""
+    trainer = Trainer(
+        plan=built.plan,
+        train=config.train,
+        checkpoint=config.checkpoint,
+        evaluate=config.evaluate,
+        config=to_plain(config),
+        model=built.model,
+        optimizer=built.optimizer,
+        stream=built.stream,
+        valid=built.valid,
+        run=run,
+        writer=writer,
+        console=console,
+        position=position,
+    )
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        writer.event("preempted", reason="interrupt")
+        console.print(
+            f"stopped by the keyboard; go on with: python train.py resume={run.path.name}", highlight=False
+        )
+        raise
+    except BaseException as error:
+        writer.event("failed", error=type(error).__name__, reason=str(error).split("\n")[0][:500])
+        raise
+    writer.event("done", step=position.step, tokens=position.tokens)
+    console.print(
+        f"done: {position.tokens:,} tokens in {position.step:,} steps, in {run.path}", highlight=False
+    )
+
+
+def build(config: RunConfig, lr: float | None) -> Built:
+    """Data, model, plan and optimizer. `lr` is the peak rate that a resumed run keeps.
+
+    Raises:
+        ValueError: for anything in the configuration or the data that does not fit together.
+    """
+    device = choose_device(config.train.device)
+    set_numerics(config.train.deterministic, config.train.threads)
+    plan = make_plan(config.train, config.optim, config.checkpoint, config.data.packing.context, lr)
+    train_set, valid_set = open_split(config.data, "train"), open_split(config.data, "valid")
+    stream = RowStream(
+        train_set,
+        packing=config.data.packing,
+        mixture=config.data.mixture,
+        seed=config.train.seed,
+        planned_tokens=plan.tokens,
+        cache_dir=train_set.path,
+    )
+    model = LanguageModel(config.model, train_set.vocab_size, config.train.seed).to(device)
+    optimizer = Optimizer(
+        dict(model.named_parameters()), model.roles(), config.optim, lr=plan.lr, compile=config.train.compile
+    )
+    return Built(plan, model, optimizer, stream, train_set, valid_set)
+
+
+def describe(config: RunConfig, built: Built, console: Console) -> None:
+    """Everything derived, before it costs anything."""
+    device = built.optimizer.device
+    s = config.model
+    console.print(
+        facts(
+            f"{config.name}: {s.layers} layers ({s.kinds().count('global')} global, "
+            f"{s.layers - s.kinds().count('global')} {s.local}), width {s.width:,}, vocabulary {built.model.vocab_size:,}",
+            {
+                "device": f"{device_name(device)} ({device})",
+                "numerics": f"{s.dtype} compute on float32 masters, MLP in {'FP8' if s.mlp_precision == 'fp8' else s.dtype}"
+                + (", deterministic" if config.train.deterministic else "")
+                + (", compiled" if config.train.compile else ""),
+                "engines": f"attention {attention.resolve(s.attention_engine)}, delta rule {delta_rule.resolve(s.delta_engine)}",
+                "residual factor": f"{built.model.layers[0].factor:g}",
+                "data": f"{config.data.path}, {len(built.train):,} documents, held out {len(built.valid):,}",
+            },
+        )
+    )
+    console.print(size_table(built.model.sizes()))
+    console.print(routing_table(built.optimizer.routing()))
+    console.print(plan_table(built.plan))
+    description = built.stream.describe()
+    console.print(data_table(description))
+    for warning in description["warnings"]:
+        console.print(Text(f"note: {warning}"))
+
+
+def check_same_data(state: dict[str, Any], stream: RowStream, found: Checkpoint) -> None:
+    """Raises ValueError where the rows so far would not be the ones that this run has seen."""
+    if stream.dataset.tokenizer_hash != state["tokenizer"]:
+        raise ValueError(
+            f"{stream.dataset.path} was tokenized with another tokenizer than {found.path} was trained with: "
+            "point data.path at the run's own dataset"
+        )
+    if stream.key_until(state["row"]) != state["stream"]:
+        raise ValueError(
+            f"{stream.dataset.path} or its order (seed, mixture, packing) is not what {found.path} was trained on: "
+            "point data.path at the run's own dataset, or start a new run with init_from="
+        )
+
+
+def make_receipt(
+    config: RunConfig,
+    built: Built,
+    run: RunFolder,
+    found: Checkpoint | None,
+    state: dict[str, Any],
+    position: Position,
+    rejected: int,
+) -> dict[str, str]:
+    """What a resume says it goes on from."""
+    plan = built.plan
+    receipt = {
+        "run": str(run.path),
+        "checkpoint": str(found.path) if found else "none yet: starts again at step 0",
+        "step": f"{position.step:,} of {plan.steps:,}",
+        "tokens": f"{position.tokens:,} of {plan.tokens:,}",
+        "data position": f"row {position.row:,}",
+        "rate": f"peak {rate(plan.lr)}, next step {plan.rate(min(position.step, plan.steps - 1)):.6g}",
+    }
+    if found:
+        how = "sizes and sha256" if config.checkpoint.verify == "sha256" else "sizes"
+        receipt["verified"] = (
+            f"{how} of {len(found.manifest['files'])} files, shapes of {len(found.manifest['model'])} tensors, "
+            "tokenizer, order of the data so far" + (f"; {rejected} newer passed over" if rejected else "")
+        )
+        if state["planned_tokens"] != plan.tokens:
+            receipt["plan"] = (
+                f"{state['planned_tokens']:,} tokens before, {plan.tokens:,} now; the peak rate stays {rate(plan.lr)}"
+            )
+            if config.optim.lr is None:
+                law = learning_rate(plan.tokens, plan.batch_tokens, config.optim)
+                receipt["plan"] += f" (the law gives {rate(law)} for the new plan)"
+    return receipt
+
+
+def record(config: RunConfig, built: Built) -> dict[str, Any]:
+    """run.json: what the run is, written once."""
+    device = built.optimizer.device
+    hardware: dict[str, Any] = {
+        "device": device_name(device),
+        "host": platform.node(),
+        "cpus": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        hardware |= {
+            "memory": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+        }
+    return {
+        "config": to_plain(config),
+        "config_hash": config_hash(config),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": commit(),
+        "versions": {"python": platform.python_version()} | installed_versions(),
+        "seed": config.train.seed,
+        "planned_tokens": built.plan.tokens,
+        "steps": built.plan.steps,
+        "lr": built.plan.lr,
+        "sizes": built.model.sizes(),
+        "routing": [{key: value if not isinstance(value, tuple) else list(value) for key, value in row.items()}
+                    for row in built.optimizer.routing()],
+        "dataset": {"path": str(built.train.path), "fingerprint": built.train.fingerprint, "valid": built.valid.fingerprint},
+        "stream": built.stream.key,
+        "hardware": hardware,
+        "free_disk": shutil.disk_usage(config.runs_dir if Path(config.runs_dir).exists() else ".").free,
+    }  # fmt: skip
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the packages that can change a run's numbers."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

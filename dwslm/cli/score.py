@@ -1,0 +1,152 @@
+"""Scoring a checkpoint: bits per byte by slice, by position, or of one's own text."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from dwslm.cli.errors import make_console
+from dwslm.cli.find import find_checkpoint, open_split
+from dwslm.config import RunConfig, ScoreConfig, from_plain
+from dwslm.data.batch import Batch
+from dwslm.data.tokenizer import load_tokenizer, token_bytes, tokenizer_hash
+from dwslm.evaluate.bands import band_table, score_bands
+from dwslm.evaluate.baselines import (
+    byte_entropy,
+    document_texts,
+    token_spellings,
+    uniform_bits_per_byte,
+    xz_bits_per_byte,
+)
+from dwslm.evaluate.bits_per_byte import NatsFn, score, score_text
+from dwslm.evaluate.report import Report, make_report, slice_table, tables
+from dwslm.model.lm import LanguageModel
+from dwslm.runs.writer import RunWriter
+from dwslm.train.checkpoint import Checkpoint
+from dwslm.train.device import choose_device, set_numerics
+from dwslm.train.loop import load_weights
+from dwslm.train.report import facts
+from dwslm.train.scoring import nats_function
+
+
+def score_checkpoint(config: ScoreConfig) -> None:
+    """Scores what the configuration names, prints tables, and leaves the figures in the run."""
+    console = make_console()
+    if not config.checkpoint:
+        raise ValueError("eval.py needs checkpoint=RUN (or RUN@STEP, RUN@best, or a checkpoint's folder)")
+    found, run = find_checkpoint(config.checkpoint, config.runs_dir)
+    state = found.state
+    trained = from_plain(state["config"])
+    if config.data:
+        trained.data.path = config.data
+    tokenizer_path = Path(trained.data.path) / "tokenizer.json"
+    if tokenizer_hash(tokenizer_path) != state["tokenizer"]:
+        raise ValueError(
+            f"{tokenizer_path} is not the tokenizer that {found.path} was trained with: give that dataset with data="
+        )
+    tokenizer = load_tokenizer(tokenizer_path)
+    valid = open_split(trained.data, "valid")
+    model = load_model(trained, config, found, valid.vocab_size)
+    nats = nats_function(model)
+    console.print(Text(f"{found.path}: step {state['step']:,}, {state['tokens']:,} tokens"))
+
+    settings, context = config.evaluate, trained.data.packing.context
+    if config.text:
+        own = score_text(nats, config.text, tokenizer, settings, eod=valid.eod, training_context=context)
+        console.print(
+            slice_table(
+                f"Bits per byte, context {settings.context or context:,}", ["text"], [([config.text], own)]
+            )
+        )
+        return
+    with_bar = progress_bar(console)
+    scores = score(nats, valid, settings, training_context=context, progress=with_bar)
+    report = make_report(scores, samples=settings.bootstrap_samples, seed=settings.seed)
+    console.print(tables(report))
+    rows: list[dict[str, Any]] = report_rows(report)
+    if config.baselines:
+        texts = list(document_texts(valid, scores.documents["index"], token_spellings(tokenizer)))
+        overall = report.overall
+        console.print(
+            facts(
+                "The same text, bits per byte",
+                {
+                    "this checkpoint": f"{overall.bits_per_byte:.4f}",
+                    "order-0 byte model": f"{byte_entropy(texts):.4f}",
+                    "xz -9": f"{xz_bits_per_byte(texts):.4f}",
+                    "uniform over the vocabulary": f"{uniform_bits_per_byte(valid.vocab_size, overall.tokens, overall.bytes):.4f}",
+                },
+            )
+        )
+    if config.bands:
+        bands = score_bands(band_models(model, trained, config), valid, token_bytes(tokenizer), settings)
+        console.print(band_table(bands))
+        rows += [{"slice": "band", **row} for row in bands.to_dict()["rows"]]
+    if run is not None:
+        at = {"step": state["step"], "tokens": state["tokens"]}
+        with RunWriter(run, run.next_attempt("score"), writer="score") as writer:
+            for row in rows:
+                writer.evals(at | row)
+            writer.event(
+                "score", **at, checkpoint=str(found.path), bits_per_byte=report.overall.bits_per_byte
+            )
+        console.print(Text(f"written to {run.path / 'evals-score.jsonl'}"))
+
+
+def load_model(trained: RunConfig, config: ScoreConfig, found: Checkpoint, vocab_size: int) -> LanguageModel:
+    """The checkpoint's model on its device, weights rounded to its compute dtype as in training."""
+    device = choose_device(config.device)
+    set_numerics(deterministic=False, threads=0)
+    model = LanguageModel(trained.model, vocab_size)
+    for name, weight in load_weights(found.path, model).items():
+        model.get_parameter(name).data.copy_(weight)
+    return model.to(device).requires_grad_(False)
+
+
+def band_models(model: LanguageModel, trained: RunConfig, config: ScoreConfig) -> dict[str, NatsFn]:
+    """The model as trained, and with YaRN stretching its trained context over the last band."""
+    context = trained.data.packing.context
+    if not config.evaluate.bands:
+        raise ValueError("evaluate.bands is empty: bands=true needs the positions where bands end")
+    factor = config.yarn_factor or max(1.0, config.evaluate.bands[-1] / context)
+    yarn = replace(trained.model.rope, yarn_factor=factor, yarn_context=context)
+
+    def with_rope(rope: Any) -> NatsFn:
+        def nats(batch: Batch) -> np.ndarray:
+            model.set_rope(rope)
+            return nats_function(model)(batch)
+
+        return nats
+
+    return {"as trained": with_rope(trained.model.rope), f"YaRN x{factor:g}": with_rope(yarn)}
+
+
+def report_rows(report: Report) -> list[dict[str, Any]]:
+    """One row a slice, the overall one last."""
+    rows = []
+    for kind, slices in (
+        ("source", report.by_source),
+        ("language", report.by_language),
+        ("crossed", report.crossed),
+    ):
+        rows += [{"slice": kind} | row.to_dict() for row in slices]
+    return [*rows, {"slice": "overall", "documents_available": report.available} | report.overall.to_dict()]
+
+
+def progress_bar(console: Console) -> Any:
+    """A progress callable for `score` that draws nothing where the output is no terminal."""
+    from rich.progress import Progress
+
+    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("scoring")
+
+    def show(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+        if done == total:
+            bar.stop()
+
+    return show

@@ -1,0 +1,265 @@
+"""The whole configuration of a run: the parts' own settings in one typed object, checked together.
+
+The only file that meets Hydra and OmegaConf. The entry points call it; the library never does.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dwslm.data.mixture import MixtureSettings
+from dwslm.data.packing import PackingSettings
+from dwslm.evaluate.bits_per_byte import EvalSettings
+from dwslm.model.lm import ModelSettings
+from dwslm.model.rotary import RopeSettings
+from dwslm.optim.settings import OptimSettings
+from dwslm.train.checkpoint import CheckpointSettings
+from dwslm.train.settings import TrainSettings
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+SAMPLE_DATA = "data/sample"
+
+# What a resume may change; the rest of the stored configuration stands.
+RESUMABLE = (
+    "runs_dir",
+    "data.path",
+    "data.verify",
+    "train.tokens",
+    "train.log_every",
+    "train.eval_every_tokens",
+    "train.eval_documents",
+    "train.prefetch",
+    "train.device",
+    "checkpoint.",
+    "evaluate.",
+)
+
+
+@dataclass
+class DataSettings:
+    """Which text is trained on, in what proportions, and how it is packed."""
+
+    path: str = SAMPLE_DATA
+    """Folder that `dwslm prepare` made, with train/, valid/ and tokenizer.json."""
+    verify: str = "size"
+    """What is checked when shards are opened: "size", or "sha256" to read them whole."""
+    mixture: MixtureSettings = field(default_factory=MixtureSettings)
+    """Shares of the sources, and how they change in the course of the run."""
+    packing: PackingSettings = field(default_factory=PackingSettings)
+    """How rows are filled."""
+
+
+@dataclass
+class RunConfig:
+    """One training run."""
+
+    name: str = "run"
+    """Name of the run; part of its folder's name."""
+    runs_dir: str = "runs"
+    """Folder that holds the run folders."""
+    resume: str | None = None
+    """Run to go on with: its folder, name or id, or "auto" for the newest unfinished one."""
+    init_from: str | None = None
+    """Checkpoint folder whose weights alone start a new run."""
+    dry_run: bool = False
+    """Build everything, print sizes, routing, rates and memory, run one step, and leave nothing behind."""
+    data: DataSettings = field(default_factory=DataSettings)
+    """Text."""
+    model: ModelSettings = field(default_factory=ModelSettings)
+    """Network."""
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    """Optimizer, rate and schedule."""
+    train: TrainSettings = field(default_factory=TrainSettings)
+    """Training loop."""
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    """Saving."""
+    evaluate: EvalSettings = field(default_factory=EvalSettings)
+    """Scoring."""
+
+
+@dataclass
+class ScoreConfig:
+    """One scoring of a checkpoint."""
+
+    checkpoint: str | None = None
+    """What to score: a run (its best checkpoint's latest state, the newest one), RUN@best, RUN@STEP, or a checkpoint's folder."""
+    runs_dir: str = "runs"
+    """Folder that holds the run folders."""
+    data: str | None = None
+    """Prepared dataset folder; null for the one that the run trained on."""
+    text: str | None = None
+    """A text file of your own to score instead of the held-out set."""
+    bands: bool = False
+    """Score long documents by position as well, with and without YaRN."""
+    yarn_factor: float | None = None
+    """YaRN's factor for the bands; null for the last band over the trained context."""
+    baselines: bool = False
+    """Also print what an order-0 byte model and xz -9 need for the same text."""
+    device: str = "auto"
+    """As `train.device`."""
+    evaluate: EvalSettings = field(default_factory=EvalSettings)
+    """How to score."""
+
+
+Config = TypeVar("Config", RunConfig, ScoreConfig)
+
+
+def register() -> None:
+    """Makes the typed schemas known to Hydra; called by the entry points before they compose."""
+    store = ConfigStore.instance()
+    store.store(name="run_schema", node=RunConfig)
+    store.store(name="score_schema", node=ScoreConfig)
+
+
+def to_object(config: DictConfig, kind: type[Config]) -> Config:
+    """The typed, checked object of a composed configuration.
+
+    Raises:
+        ValueError: one line, for a value that the schema or a part's own check refuses.
+    """
+    try:
+        result = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        cause = error.__cause__ or error
+        raise ValueError(explain(cause if isinstance(cause, ValueError) else error)) from error
+    assert isinstance(result, kind)
+    return result
+
+
+def to_plain(config: RunConfig) -> dict[str, Any]:
+    """The configuration as JSON-able data: what run.json and every checkpoint hold."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return plain
+
+
+def from_plain(plain: dict[str, Any]) -> RunConfig:
+    """A stored configuration as an object.
+
+    Raises:
+        ValueError: where it holds what this version does not know.
+    """
+    try:
+        return to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain), RunConfig)  # type: ignore[arg-type]
+    except OmegaConfBaseException as error:
+        raise ValueError(f"the stored configuration does not fit this version: {explain(error)}") from error
+
+
+def config_hash(config: RunConfig) -> str:
+    """sha256 of the configuration, without what only says where things lie."""
+    plain = {k: v for k, v in to_plain(config).items() if k not in ("runs_dir", "resume", "dry_run")}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def resume_config(stored: dict[str, Any], given: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The configuration that a resumed run goes on with: the stored one, with the allowed overrides applied.
+
+    Args:
+        stored: configuration out of the checkpoint.
+        given: what the command line composed.
+        overrides: the command line's overrides; only what they name is compared, since the rest are defaults.
+
+    Raises:
+        ValueError: for an override that would change anything else, with both values.
+    """
+    mine = flatten(stored)
+    asked = flatten(to_plain(given))
+    names = [override.split("=", 1)[0].lstrip("+~") for override in overrides]
+    grouped = any(
+        name not in asked and not any(key.startswith(f"{name}.") for key in asked) for name in names
+    )
+    changed = dict(mine)
+    refused = []
+    for key, value in asked.items():
+        named = grouped or any(key == name or key.startswith(f"{name}.") for name in names)
+        if key in ("resume", "dry_run", "init_from", "name") or not named or mine.get(key) == value:
+            continue
+        if any(
+            key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in RESUMABLE
+        ):
+            changed[key] = value
+        else:
+            refused.append(f"{key} is {mine.get(key)!r} there and {value!r} here")
+    if refused:
+        raise ValueError(
+            f"a resume may not change {'; '.join(refused)}. Leave it out, or start a new run with init_from="
+        )
+    config = from_plain(unflatten(changed))
+    before = mine["train.tokens"]
+    if config.train.tokens < before:
+        raise ValueError(
+            f"a resume may lengthen the plan, not shorten it: train.tokens is {before}, not {config.train.tokens}"
+        )
+    return config
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}; lists and free-form dictionaries of numbers stay values."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and f"{prefix}{key}" not in ("data.mixture.weights",):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `flatten`."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, leaf = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return tree
+
+
+def explain(error: BaseException) -> str:
+    """One line out of an error of Hydra or OmegaConf, with the nearest name where a setting is misspelt."""
+    known = list(flatten(dataclasses.asdict(RunConfig()))) + list(flatten(dataclasses.asdict(ScoreConfig())))
+    text = str(error)
+    cause = error.__cause__
+    if cause is not None and str(cause) and str(cause) not in text:
+        text = f"{text}\n{cause}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    line = "; ".join(
+        line
+        for line in lines
+        if not line.startswith(("full_key", "object_type", "reference_type", "To append"))
+    )
+    for part in lines:
+        if part.startswith("Could not override '"):
+            name = part.split("'")[1]
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            return f"unknown setting {name}" + (
+                f": did you mean {near[0]}?" if near else "; see docs/settings.md"
+            )
+    full_key = next((part.split(":", 1)[1].strip() for part in lines if part.startswith("full_key")), "")
+    return f"{full_key}: {line}" if full_key and full_key not in line else line
+
+
+__all__ = [
+    "CONFIGS",
+    "SAMPLE_DATA",
+    "DataSettings",
+    "RopeSettings",
+    "RunConfig",
+    "ScoreConfig",
+    "config_hash",
+    "explain",
+    "from_plain",
+    "register",
+    "resume_config",
+    "to_object",
+    "to_plain",
+]

@@ -1,0 +1,1 @@
+"""Text to shards, shards to batches."""

@@ -1,0 +1,345 @@
+"""Documents from JSON lines, Parquet, folders of plain text, and what the `datasets` library loads.
+
+A reader yields `Document`s, and a `BadDocument` (where, why) for each one that cannot be read, and goes on.
+`accept` turns these into an error or a list, as the user chose. A file that ends early or whose compression
+is damaged always stops the reading: nobody can say how many documents are lost with it.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dwslm.data.lines import library, read_lines
+
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+PARQUET_SUFFIX = ".parquet"
+FORMATS = ("auto", "jsonl", "parquet", "text")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text and what is known of it. `place` (file and line, row or nothing) is for messages."""
+
+    id: str
+    text: str
+    source: str
+    language: str
+    group: str
+    licence: str
+    place: str
+
+
+@dataclass(frozen=True)
+class BadDocument:
+    """A document that cannot be used, and why."""
+
+    place: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}"
+
+
+@dataclass
+class FieldSettings:
+    """Where a document's text, id, source, language, group and licence come from."""
+
+    text_field: str = "text"
+    """Field that holds the text."""
+    id_field: str = "id"
+    """Field that holds the id, unique over all inputs. Empty: the file's name and the line make the id."""
+    source_field: str = "source"
+    """Field that names the source, the first key of every slice."""
+    language_field: str = "language"
+    """Field that names the language, the second key of every slice."""
+    group_field: str = ""
+    """Field shared by documents that the split must not part. Empty: each document is its own group."""
+    licence_field: str = ""
+    """Field that names the licence, counted in the manifest. Empty: none."""
+    source: str = ""
+    """The source of every document, whatever its fields say."""
+    language: str = ""
+    """The language of every document, whatever its fields say."""
+    licence: str = ""
+    """The licence of every document, whatever its fields say."""
+
+    def __post_init__(self) -> None:
+        if not self.text_field:
+            raise ValueError("text_field is empty: name the field that holds the text")
+        for name in ("source", "language"):
+            if not getattr(self, name) and not getattr(self, f"{name}_field"):
+                raise ValueError(
+                    f"neither {name} nor {name}_field is given: fix the {name} or name its field"
+                )
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """One split of something that the `datasets` library loads."""
+
+    name: str
+    """Name on the hub, or path of a local folder (also one written by `save_to_disk`)."""
+    config: str = ""
+    split: str = "train"
+
+
+Input = Path | DatasetSource
+Item = Document | BadDocument
+
+
+def read_documents(inputs: Iterable[Input], fields: FieldSettings, form: str = "auto") -> Iterator[Item]:
+    """Every document of the inputs, in order; of a folder, its files in the order of their paths.
+
+    Args:
+        inputs: files, folders and `DatasetSource`s.
+        form: "auto" goes by a file's name, and takes a folder without .jsonl* or .parquet files for one of
+            plain text; "jsonl", "parquet" and "text" say it outright.
+
+    Raises:
+        FileNotFoundError: an input that is not there, or a folder with nothing to read.
+        ValueError: an input of unknown kind, a damaged file, or a missing optional library.
+    """
+    for item in inputs:
+        if isinstance(item, DatasetSource):
+            yield from _read_dataset(item, fields)
+            continue
+        for file, kind in list_files(item, form):
+            name = relative_name(file, item)
+            if kind == "jsonl":
+                yield from _read_jsonl(file, name, fields)
+            elif kind == "parquet":
+                yield from _read_parquet(file, name, fields)
+            else:
+                yield from _read_text(file, name, fields)
+
+
+def accept(items: Iterable[Item], skip_bad: int, bad: list[BadDocument]) -> Iterator[Document]:
+    """Pass the documents on and collect the bad ones in `bad`, up to `skip_bad` of them.
+
+    Raises:
+        ValueError: one more bad document than that; place and reason are in the message.
+    """
+    for item in items:
+        if isinstance(item, Document):
+            yield item
+        else:
+            reject(item, skip_bad, bad)
+
+
+def reject(item: BadDocument, skip_bad: int, bad: list[BadDocument]) -> None:
+    """Add one to the list of bad documents, or stop if that is one too many."""
+    if len(bad) >= skip_bad:
+        beyond = f" (and {skip_bad} bad documents before it)" if skip_bad else ""
+        raise ValueError(f"{item}{beyond}; mend it, or leave out up to N such documents with skip_bad=N")
+    bad.append(item)
+
+
+def list_files(path: Path, form: str = "auto") -> list[tuple[Path, str]]:
+    """The files that an input path stands for, each with its kind: "jsonl", "parquet" or "text".
+
+    Raises:
+        FileNotFoundError, ValueError: as for `read_documents`.
+    """
+    if form not in FORMATS:
+        raise ValueError(f"format={form!r}: must be one of {', '.join(FORMATS)}")
+    if path.is_file():
+        kind = _kind(path) if form == "auto" else form
+        if kind is None:
+            raise ValueError(
+                f"{path}: cannot tell from its name what it holds; set format, or name it "
+                f"{', '.join(JSONL_SUFFIXES)}, {PARQUET_SUFFIX} or .txt"
+            )
+        return [(path, kind)]
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    files = sorted(_walk(path))
+    records = [(file, kind) for file in files if (kind := _kind(file)) in ("jsonl", "parquet")]
+    if form == "auto" and records and len(records) < len(files):
+        other = next(file for file in files if _kind(file) not in ("jsonl", "parquet"))
+        raise ValueError(
+            f"{path} holds both {records[0][0].name} and {other.name}: set format to say which kind to read"
+        )
+    if form == "text" or (form == "auto" and not records):
+        found = [(file, "text") for file in files]
+    else:
+        found = [(file, kind) for file, kind in records if form in ("auto", kind)]
+    if not found:
+        raise FileNotFoundError(
+            f"{path} holds no files to read" + ("" if form == "auto" else f" of format {form}")
+        )
+    return found
+
+
+def relative_name(file: Path, given: Path) -> str:
+    """A file's name wherever the input lies: its path in the folder that was given, or its own name."""
+    return file.relative_to(given).as_posix() if given.is_dir() else file.name
+
+
+def _kind(path: Path) -> str | None:
+    if path.name.endswith(JSONL_SUFFIXES):
+        return "jsonl"
+    return {PARQUET_SUFFIX: "parquet", ".txt": "text"}.get(path.suffix)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Every file below a folder, hidden ones aside."""
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent, name) for name in files if not name.startswith("."))
+
+
+# ---------------------------------------------------------------------------------------------- one document
+
+
+def _document(record: Any, place: str, own_id: str, fields: FieldSettings) -> Item:
+    """A record with named fields, checked; `own_id` is for one without an id."""
+    if not isinstance(record, dict):
+        return BadDocument(place, f"not an object with fields but a {type(record).__name__}")
+    try:
+        return _checked(
+            text=_field(record, fields.text_field),
+            id=_field(record, fields.id_field, numbers=True) if fields.id_field else own_id,
+            source=fields.source or _field(record, fields.source_field, flag="source"),
+            language=fields.language or _field(record, fields.language_field, flag="language"),
+            group=_field(record, fields.group_field, numbers=True) if fields.group_field else "",
+            licence=fields.licence or (_field(record, fields.licence_field) if fields.licence_field else ""),
+            place=place,
+        )
+    except ValueError as error:
+        return BadDocument(place, str(error))
+
+
+def _field(record: dict, name: str, *, numbers: bool = False, flag: str = "") -> str:
+    if name not in record or record[name] is None:
+        way_out = f" (name another with {flag}_field, or fix it with {flag})" if flag else ""
+        raise ValueError(f"no field {name!r}{way_out}")
+    value = record[name]
+    if numbers and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"field {name!r} is not text but a {type(value).__name__}")
+    return value
+
+
+def _checked(
+    *, text: str, id: str, source: str, language: str, group: str, licence: str, place: str
+) -> Document:
+    if not text.strip():
+        raise ValueError("empty document")
+    named = {"text": text, "id": id, "source": source, "language": language, "group": group or id}
+    for name, value in named.items():
+        if not value:
+            raise ValueError(f"empty {name}")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+            surrogate = f"U+{ord(value[error.start]):04X} at character {error.start}"
+            raise ValueError(f"{name} is not valid Unicode: lone surrogate {surrogate}") from None
+    return Document(**named, licence=licence, place=place)
+
+
+def _decode(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(_not_utf8(error)) from None
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not valid UTF-8: byte 0x{error.object[error.start]:02X} at offset {error.start}"
+
+
+# ---------------------------------------------------------------------------------------------------- formats
+
+
+def _read_jsonl(path: Path, name: str, fields: FieldSettings) -> Iterator[Item]:
+    for number, line in enumerate(read_lines(path), start=1):
+        if not line or line.isspace():
+            continue
+        place = f"{path}:{number}"
+        try:
+            record = json.loads(_decode(line))
+        except json.JSONDecodeError as error:
+            yield BadDocument(place, f"malformed JSON: {error.msg} at column {error.colno}")
+        except (ValueError, RecursionError) as error:
+            yield BadDocument(place, str(error))
+        else:
+            yield _document(record, place, f"{name}:{number}", fields)
+
+
+def _read_parquet(path: Path, name: str, fields: FieldSettings) -> Iterator[Item]:
+    """Batch by batch through the row groups, only the columns that are asked for."""
+    parquet = library("pyarrow.parquet", path)
+    pyarrow = library("pyarrow", path)
+    wanted = {value for key, value in vars(fields).items() if key.endswith("_field") and value}
+    row = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = [column for column in file.schema_arrow.names if column in wanted]
+            for batch in file.iter_batches(batch_size=1024, columns=columns):
+                for record in _rows(batch):
+                    row += 1
+                    place = f"{path}:row {row}"
+                    if isinstance(record, UnicodeDecodeError):
+                        yield BadDocument(place, _not_utf8(record))
+                    else:
+                        yield _document(record, place, f"{name}:{row}", fields)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not a whole Parquet file ({_first_line(error)})") from None
+
+
+def _rows(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
+    """Rows as dictionaries; one by one, so that one that is not UTF-8 does not take others with it."""
+    for index in range(batch.num_rows):
+        try:
+            yield {name: batch.column(name)[index].as_py() for name in batch.schema.names}
+        except UnicodeDecodeError as error:
+            yield error
+
+
+def _read_text(path: Path, name: str, fields: FieldSettings) -> Iterator[Item]:
+    for key in ("source", "language"):
+        if not getattr(fields, key):
+            raise ValueError(f"{path}: plain text has no fields; say its {key} with {key}")
+    try:
+        yield _checked(
+            text=_decode(path.read_bytes()),
+            id=name,
+            source=fields.source,
+            language=fields.language,
+            group="",
+            licence=fields.licence,
+            place=str(path),
+        )
+    except ValueError as error:
+        yield BadDocument(str(path), str(error))
+
+
+def _read_dataset(origin: DatasetSource, fields: FieldSettings) -> Iterator[Item]:
+    datasets = library("datasets", origin.name)
+    label = f"{origin.name}[{origin.split}]"
+    folder = Path(origin.name)
+    row = 0
+    try:
+        if (folder / "dataset_dict.json").is_file():  # written by save_to_disk, several splits
+            records = datasets.load_from_disk(origin.name)[origin.split]
+        elif (folder / "state.json").is_file():  # written by save_to_disk, one split
+            records = datasets.load_from_disk(origin.name)
+        else:
+            records = datasets.load_dataset(
+                origin.name, origin.config or None, split=origin.split, streaming=True
+            )
+        for record in records:
+            row += 1
+            yield _document(record, f"{label}:row {row}", f"{folder.name}[{origin.split}]:{row}", fields)
+    except (
+        Exception
+    ) as error:  # the library raises many kinds: unknown names and splits, the network, the files
+        raise ValueError(f"{label}: cannot read past row {row} ({_first_line(error)})") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -1,0 +1,1 @@
+"""Bits per byte of a model on text: by slice, by position in long documents, and of a user's own file."""

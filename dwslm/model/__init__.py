@@ -1,0 +1,1 @@
+"""The hybrid language model, one part a file; `lm.py` puts them together."""

@@ -1,0 +1,94 @@
+"""One layer, two sublayers, and the residual stream they read from and add to.
+
+plain:                 x += factor * f(norm(x))
+attention residuals:   h = depth_mix(embedding, finished blocks, partial sum);  partial += factor * f(norm(h))
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dwslm.model.attention import Attention
+from dwslm.model.delta import DeltaAttention
+from dwslm.model.mlp import MLP
+from dwslm.model.projection import Norm
+from dwslm.model.rotary import Rotary
+from dwslm.ops.depth_mix import depth_mix, inverse_rms
+from dwslm.ops.segments import Segments
+
+
+class DepthQuery(nn.Module):
+    """What one reader of the stream looks for: query and key gain, float32 [width]. A zero query averages its sources."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.query = nn.Parameter(torch.empty(width))
+        self.gain = nn.Parameter(torch.empty(width))
+
+
+class PlainStream:
+    """The usual residual stream: every reader sees the running sum."""
+
+    def __init__(self, x: Tensor):
+        self.x = x
+
+    def read(self, query: DepthQuery | None) -> Tensor:
+        return self.x
+
+    def add(self, y: Tensor) -> None:
+        self.x = self.x + y
+
+
+class DepthStream:
+    """Block attention residuals (arXiv 2603.15031): sums of `block_size` sublayers, mixed anew for every reader."""
+
+    def __init__(self, x: Tensor, block_size: int, eps: float):
+        self.blocks, self.inverse = [x], [inverse_rms(x, eps)]
+        self.partial: Tensor | None = None
+        self.block_size, self.eps, self.added = block_size, eps, 0
+
+    def read(self, query: DepthQuery | None) -> Tensor:
+        assert query is not None
+        sources, inverse = self.blocks, self.inverse
+        if self.partial is not None:
+            sources, inverse = [*sources, self.partial], [*inverse, inverse_rms(self.partial, self.eps)]
+        return depth_mix(sources, inverse, query.query, query.gain)
+
+    def add(self, y: Tensor) -> None:
+        self.partial = y if self.partial is None else self.partial + y
+        self.added += 1
+        if self.added % self.block_size == 0:
+            self.blocks.append(self.partial)
+            self.inverse.append(inverse_rms(self.partial, self.eps))
+            self.partial = None
+
+
+class Block(nn.Module):
+    """Pre-norm mixer and MLP sublayers; `factor` is the residual scaling, base depth over depth."""
+
+    def __init__(
+        self,
+        mixer: Attention | DeltaAttention,
+        mlp: MLP,
+        width: int,
+        factor: float,
+        eps: float,
+        depth_mix: bool,
+    ):
+        super().__init__()
+        self.factor = factor
+        self.mixer_norm, self.mixer = Norm(width, eps), mixer
+        self.mlp_norm, self.mlp = Norm(width, eps), mlp
+        self.mixer_query = DepthQuery(width) if depth_mix else None
+        self.mlp_query = DepthQuery(width) if depth_mix else None
+
+    def forward(
+        self, stream: PlainStream | DepthStream, tokens: Tensor, segments: Segments, rotary: Rotary
+    ) -> None:
+        """Reads the stream twice and adds to it twice."""
+        x = self.mixer_norm(stream.read(self.mixer_query))
+        if isinstance(self.mixer, Attention):
+            y = self.mixer(x, tokens, segments, rotary)
+        else:
+            y = self.mixer(x, tokens, segments)
+        stream.add(self.factor * y)
+        stream.add(self.factor * self.mlp(self.mlp_norm(stream.read(self.mlp_query))))

@@ -1,0 +1,106 @@
+"""Linear-attention sublayer: Kimi Delta Attention (arXiv 2510.26692) and Gated DeltaNet (arXiv 2412.06464).
+
+    q, k = l2norm(silu(conv(W x)));  v = silu(conv(W_v x))            depthwise, width 4, restarting at segments
+    log decay = -5 sigmoid(exp(A) (f(x) + dt_bias))                    bounded gate, or
+              = -exp(A) softplus(f(x) + dt_bias)                       softplus gate
+    beta = sigmoid(W_beta x)
+    out = W_o [ sigmoid(gate(x)) * rmsnorm_head(o) ]
+
+KDA has one decay per key channel, with f and the output gate of low rank; GDN has one decay a head and a full gate.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dwslm.model.projection import OutputBlock, Projection
+from dwslm.model.value_embedding import ValueEmbedding
+from dwslm.ops.delta_rule import delta_rule
+from dwslm.ops.norm import l2_norm, rms_norm
+from dwslm.ops.segments import Segments
+from dwslm.ops.short_conv import short_conv
+
+GATE_BOUND = -5.0
+"""Least log decay of the bounded gate: what fast kernels can represent (a sub-chunk of 16 steps must fit exp in float32)."""
+CONV_WIDTH = 4
+
+
+class DeltaAttention(nn.Module):
+    """`kind` is "kda" or "gdn"; `gate` is "bounded" or "softplus"; `gate_rank` is the rank of KDA's decay and output gate."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        head_dim: int,
+        *,
+        kind: str,
+        gate: str,
+        gate_rank: int,
+        engine: str,
+        eps: float,
+        value_embedding: ValueEmbedding | None,
+        dtype: torch.dtype,
+    ):
+        super().__init__()
+        inner = heads * head_dim
+        self.heads, self.head_dim, self.kind, self.gate, self.engine, self.eps = (
+            heads,
+            head_dim,
+            kind,
+            gate,
+            engine,
+            eps,
+        )
+        low_rank = kind == "kda"
+        blocks = [OutputBlock("q", inner), OutputBlock("k", inner), OutputBlock("v", inner)]
+        if low_rank:
+            blocks += [OutputBlock("decay_down", gate_rank), OutputBlock("gate_down", gate_rank)]
+        else:
+            blocks += [OutputBlock("decay", heads, role="vector"), OutputBlock("gate", inner)]
+        blocks.append(OutputBlock("beta", heads, role="vector"))
+        if value_embedding is not None:
+            blocks.append(OutputBlock("value_gate", heads, role="vector", init="zero"))
+        self.input = Projection(width, *blocks, dtype=dtype)
+        if low_rank:
+            self.decay_up = Projection(gate_rank, OutputBlock("", inner), dtype=dtype)
+            self.gate_up = Projection(gate_rank, OutputBlock("", inner), dtype=dtype)
+            self.gate_bias = nn.Parameter(torch.empty(inner))
+        self.conv = nn.Parameter(torch.empty(3 * inner, CONV_WIDTH))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(inner if low_rank else heads))
+        self.head_gain = nn.Parameter(torch.empty(head_dim))
+        self.value_embedding = value_embedding
+        self.output = Projection(inner, OutputBlock("", width), dtype=dtype)
+
+    def forward(self, x: Tensor, tokens: Tensor, segments: Segments) -> Tensor:
+        """[T, width] to [T, width]."""
+        shape = (self.heads, self.head_dim)
+        q, k, v, decay, gate, beta, *value_gate = self.input.split(x)
+        q, k, v = short_conv(torch.cat([q, k, v], dim=-1), self.conv, segments).chunk(3, dim=-1)
+        q, k = l2_norm(q.unflatten(-1, shape)), l2_norm(k.unflatten(-1, shape))
+        v = v.unflatten(-1, shape)
+        if self.value_embedding is not None:
+            v = self.value_embedding(v, value_gate[0], tokens)
+        if self.kind == "kda":
+            decay, gate = self.decay_up(decay), self.gate_up(gate) + self.gate_bias.to(gate.dtype)
+        o = delta_rule(
+            q,
+            k,
+            v,
+            self.log_decay(decay),
+            torch.sigmoid(beta.float()),
+            segments,
+            scale=self.head_dim**-0.5,
+            engine=self.engine,
+        )
+        # The norm's eps must lie well under o's mean square, which is about 4e-6 at the half init scale.
+        o = rms_norm(o, self.head_gain, self.eps) * torch.sigmoid(gate.unflatten(-1, shape))
+        return self.output(o.flatten(1))
+
+    def log_decay(self, f: Tensor) -> Tensor:
+        """float32 [T, heads, head_dim], at most 0, from the decay logits [T, heads * head_dim] (KDA) or [T, heads] (GDN)."""
+        f = (f.float() + self.dt_bias).unflatten(-1, (self.heads, -1))
+        rate = self.A_log.exp()[:, None]
+        g = GATE_BOUND * torch.sigmoid(rate * f) if self.gate == "bounded" else -rate * F.softplus(f)
+        return g.expand(-1, -1, self.head_dim)

@@ -1,0 +1,75 @@
+"""Weights that know what they are: fused linear maps made of named blocks, lookup tables, normalisation gains."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dwslm.ops.norm import rms_norm
+
+
+@dataclass(frozen=True)
+class OutputBlock:
+    """Rows of a fused projection that form one logical matrix.
+
+    Attributes:
+        name: unique inside the projection, "" where it has one block.
+        rows: output features.
+        role: what the optimizer takes it for: "matrix", "head", or "vector" (thin gates).
+        init: "normal" (scaled by fan-in) or "zero".
+    """
+
+    name: str
+    rows: int
+    role: str = "matrix"
+    init: str = "normal"
+
+
+class Projection(nn.Module):
+    """y = x W^T without bias, W [sum of rows, in_features] in the compute dtype; one product for all its blocks."""
+
+    def __init__(self, in_features: int, *blocks: OutputBlock, dtype: torch.dtype):
+        super().__init__()
+        self.blocks = blocks
+        self.rows = [block.rows for block in blocks]
+        self.weight = nn.Parameter(torch.empty(sum(self.rows), in_features, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in_features] to [T, sum of rows]."""
+        return F.linear(x, self.weight)
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[T, in_features] to one [T, rows] a block, views of one product."""
+        return self(x).split(self.rows, dim=-1)
+
+
+class Table(nn.Module):
+    """Lookup table [entries, width], kept in float32: a gather reads few rows, and their gradients add up exactly.
+
+    `role` is "embedding" or "value_table".
+    """
+
+    def __init__(self, entries: int, width: int, role: str):
+        super().__init__()
+        self.role = role
+        self.weight = nn.Parameter(torch.empty(entries, width))
+
+    def forward(self, index: Tensor) -> Tensor:
+        """int64 [T] to float32 [T, width]."""
+        return F.embedding(index, self.weight)
+
+
+class Norm(nn.Module):
+    """RMSNorm with a learned gain [width] in float32, 1 at the start.
+
+    MuonH fixes the size of every matrix, so the model's freedom of scale lives in these gains.
+    """
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.gain = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.gain, self.eps)

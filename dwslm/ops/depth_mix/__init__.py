@@ -1,0 +1,33 @@
+"""Attention residuals: a softmax over the depth of the network decides what a sublayer reads (arXiv 2603.15031).
+
+a_i = softmax_i( query . (gain * rmsnorm(v_i)) )        h = sum_i a_i v_i
+"""
+
+import torch
+from torch import Tensor
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """float32 [T, 1]: 1 / sqrt(mean(x^2) + eps). A finished block is read many times, so callers keep this beside it."""
+    return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+
+
+def depth_mix(sources: list[Tensor], inverse: list[Tensor], query: Tensor, gain: Tensor) -> Tensor:
+    """Mixes residual blocks by depth.
+
+    Args:
+        sources: n tensors [T, width]: the embedding, the finished blocks and, inside a block, its partial sum.
+        inverse: their `inverse_rms`, float32 [T, 1] each.
+        query: float32 [width]; zero gives the plain average.
+        gain: float32 [width], the key norm's gain.
+
+    Returns:
+        [T, width] in the sources' dtype; softmax and sum are float32.
+    """
+    key = query * gain
+    scores = torch.cat([(v.float() @ key)[:, None] * r for v, r in zip(sources, inverse, strict=True)], dim=1)
+    weights = torch.softmax(scores, dim=1)
+    mixed = weights[:, :1] * sources[0].float()
+    for i in range(1, len(sources)):
+        mixed = torch.addcmul(mixed, weights[:, i : i + 1], sources[i].float())
+    return mixed.to(sources[0].dtype)

@@ -1,0 +1,227 @@
+"""Run folders: make one, find one again, and let only one process train in it."""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dwslm.runs.durable import disk_error, from_json, sync, to_json, write_synced
+from dwslm.runs.reader import FINISHED, last_lifecycle
+
+FORMAT_VERSION = 1
+NAME_LIMIT = 48  # characters of the name that go into the folder's name; run.json keeps all of it
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """One run on disk. `record` is run.json, which never changes once the folder exists."""
+
+    path: Path
+    record: dict[str, Any]
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    @property
+    def id(self) -> str:
+        return str(self.record["id"])
+
+    @property
+    def name(self) -> str:
+        """The name as it was given, which may hold anything; the folder's name is a safe form of it."""
+        return str(self.record["name"])
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def next_attempt(self, writer: str = "trainer") -> int:
+        """Number of the attempt about to start, from 1: one more than any whose files are here."""
+        own = re.compile(rf"(?:events-{re.escape(writer)}|metrics)-(\d+)\.jsonl")
+        found = [own.fullmatch(name) for name in os.listdir(self.path)]
+        return 1 + max((int(match[1]) for match in found if match), default=0)
+
+    def lock(self) -> "RunLock":
+        """Takes the run for this process; the kernel frees it when the process ends, however it ends.
+
+        Raises ValueError naming the holder where another process has it.
+        """
+        return RunLock(self.path / "lock")
+
+
+class RunLock:
+    """Exclusive hold on a run, as a context manager or until `release()`."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._fd, 4096, 0)
+            os.close(self._fd)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise disk_error(f"cannot lock {path}", error) from error
+            raise ValueError(
+                f"{path.parent} is in use by {_describe(holder)}; stop that process first"
+            ) from error
+        # The content only serves the message above; what holds the run is the lock itself.
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, to_json({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> "RunLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _describe(holder: bytes) -> str:
+    try:
+        who = json.loads(holder)
+        return f"pid {who['pid']} on {who['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def slug(name: str) -> str:
+    """`name` in lower-case ASCII letters, digits, dots, dashes and underscores, `NAME_LIMIT` at most."""
+    ascii_name = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode().lower()
+    safe = re.sub(r"[^a-z0-9._-]+", "-", ascii_name).strip("-._")[:NAME_LIMIT].rstrip("-._")
+    return safe or "run"
+
+
+def create_run(
+    root: str | os.PathLike[str],
+    name: str,
+    record: dict[str, Any],
+    *,
+    clock: Callable[[], float] = time.time,
+) -> RunFolder:
+    """A new folder `<root>/<UTC time>-<name>-<id>/` with its run.json.
+
+    `record` is plain data (config, hash, commit, versions, seed, hardware); the keys `format_version`,
+    `id`, `name` and `created` (seconds since 1970) are added here. The folder appears with its run.json or
+    not at all.
+    Raises ValueError where the record is not plain data, OSError where the disk refuses.
+    """
+    created = clock()
+    own = {"format_version": FORMAT_VERSION, "id": secrets.token_hex(3), "name": name, "created": created}
+    if taken := own.keys() & record.keys():
+        raise ValueError(f"run record may not hold {', '.join(sorted(taken))}: written by create_run")
+    try:
+        text = to_json(own | record)
+    except ValueError as error:
+        raise ValueError(f"run record {error}") from error
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(created))
+    path = Path(root) / f"{stamp}-{slug(name)}-{own['id']}"
+    unborn = path.with_name(f".new-{path.name}")
+    try:
+        unborn.mkdir(parents=True)
+        write_synced(unborn / "run.json", text + "\n")
+        sync(unborn)
+        unborn.rename(path)
+        sync(path.parent)
+    except OSError as error:
+        shutil.rmtree(unborn, ignore_errors=True)
+        raise disk_error(f"cannot create run folder {path}", error) from error
+    return RunFolder(path, from_json(text))
+
+
+def _read(path: Path) -> RunFolder:
+    """Raises FileNotFoundError where this is no run, ValueError where run.json cannot be used."""
+    try:
+        record = from_json((path / "run.json").read_text(encoding="utf-8"))
+        version = record["format_version"]
+        if version != FORMAT_VERSION:
+            raise ValueError(f"format version {version}, this program reads {FORMAT_VERSION}")
+        record["id"], record["name"], record["created"] + 0.0
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}/run.json is not a run record: {error!r}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}/run.json cannot be read: {error}") from error
+    return RunFolder(path, record)
+
+
+def list_runs(root: str | os.PathLike[str]) -> tuple[list[RunFolder], list[tuple[Path, str]]]:
+    """All runs under `root`, newest first, and the folders whose run.json cannot be read, with the reason."""
+    runs: list[RunFolder] = []
+    unreadable: list[tuple[Path, str]] = []
+    folder = Path(root)
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.name.startswith(".") or not path.is_dir():
+            continue
+        try:
+            runs.append(_read(path))
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # some other folder
+        except (ValueError, OSError) as error:
+            unreadable.append((path, str(error)))
+    runs.sort(key=lambda run: (run.record["created"], run.path.name), reverse=True)
+    return runs, unreadable
+
+
+def open_run(which: str | os.PathLike[str], root: str | os.PathLike[str]) -> RunFolder:
+    """The run meant by `which`: a path, or under `root` a folder's name, its id or other unique ending, or
+    a run's name where only one has it. Two words are special: `latest` is the newest run, `auto` the newest
+    unfinished one.
+
+    Raises ValueError, listing what is there, where nothing or more than one fits.
+    """
+    text = os.fspath(which)
+    if text in ("latest", "auto"):
+        return _newest(root, unfinished=text == "auto")
+    for path in (Path(root) / text, Path(text)):
+        if text and (path / "run.json").is_file():
+            return _read(path)
+    runs, unreadable = list_runs(root)
+    for path, reason in unreadable:
+        if path.name.endswith(text) and text:
+            raise ValueError(reason)
+    found = [
+        run
+        for run in runs
+        if text and (text in (run.name, run.id, slug(run.name)) or run.path.name.endswith(text))
+    ]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(f"run {text!r} is ambiguous: {_names(found)}; give the whole folder name")
+    raise ValueError(f"no run {text!r} in {root}, which holds {_names(runs)}")
+
+
+def _newest(root: str | os.PathLike[str], unfinished: bool) -> RunFolder:
+    runs, unreadable = list_runs(root)
+    if unreadable:  # it might be the one that is meant, and training on in an older one would be a surprise
+        raise ValueError(
+            f"cannot tell the newest run: {unreadable[0][1]}; move that folder away or name the run"
+        )
+    for run in runs:
+        if not unfinished:
+            return run
+        last = last_lifecycle(run)
+        if last is None or last["event"] not in FINISHED:
+            return run
+    kind = "unfinished run" if unfinished else "run"
+    raise ValueError(f"no {kind} in {root}, which holds {_names(runs)}")
+
+
+def _names(runs: list[RunFolder], limit: int = 10) -> str:
+    names = [run.path.name for run in runs[:limit]]
+    more = f" and {len(runs) - limit} older" if len(runs) > limit else ""
+    return ", ".join(names) + more if names else "no runs"

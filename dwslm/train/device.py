@@ -1,0 +1,59 @@
+"""The device a run computes on, how it is made deterministic, and how fast its matrix unit is on paper."""
+
+import os
+
+import torch
+
+# Dense bf16 peaks in FLOP/s, from the vendor's data sheets. A device that is not listed has no MFU: a guess would be worse.
+PEAK_BF16 = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 SXM5 80GB": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA L40S": 362e12,
+}
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for "auto", "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        ValueError: for another name, or a GPU that is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "cpu" and not (name == "cuda" or (name.startswith("cuda:") and name[5:].isdigit())):
+        raise ValueError(f"train.device={name!r} is not auto, cpu, cuda or cuda:N")
+    if name.startswith("cuda"):
+        count = torch.cuda.device_count()
+        if int(name[5:] or 0) >= count:
+            raise ValueError(
+                f"train.device={name!r}: torch sees {count} GPUs here; use train.device=cpu or another machine"
+            )
+    return torch.device(name)
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or "CPU"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of the device in FLOP/s, None where it is not known."""
+    return PEAK_BF16.get(device_name(device)) if device.type == "cuda" else None
+
+
+def set_numerics(deterministic: bool, threads: int) -> None:
+    """Process-wide numerics. float32 products stay float32 (no TF32): only bf16 and FP8 are meant to be fast."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.use_deterministic_algorithms(deterministic)
+    if deterministic:
+        # cuBLAS picks its workspace, and with it its summation order, from this.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if threads:
+        torch.set_num_threads(threads)

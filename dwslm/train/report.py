@@ -1,0 +1,168 @@
+"""What a user reads of a run: the plan before it, the receipt of a resume, the progress bar."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from dwslm.train.plan import Plan
+
+MATRIX_FLOPS = 6  # multiply and add, once forward and twice backward
+
+
+def count(n: float) -> str:
+    """1,234,567 as "1.23M"; exact below ten thousand."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "K")):
+        if abs(n) >= size:
+            return f"{n / (1e3 if unit == 'K' else size):.1f}{unit}"
+    return f"{n:,.0f}"
+
+
+def gigabytes(n: float) -> str:
+    return f"{n / 1e9:.2f} GB"
+
+
+def rate(lr: float) -> str:
+    """Two significant digits: 0.003666 as "3.7e-3"."""
+    mantissa, exponent = f"{lr:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def facts(title: str, rows: Mapping[str, str]) -> Table:
+    """Two columns, names and values."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(Text(name), Text(value))
+    return table
+
+
+def plan_table(plan: Plan) -> Table:
+    pins = ", ".join(f"step {step:,} ({reason})" for step, reason in sorted(plan.pins.items()))
+    return facts(
+        "Plan",
+        {
+            "tokens": f"{plan.tokens:,} ({count(plan.tokens)})",
+            "steps": f"{plan.steps:,} of {plan.batch_tokens:,} tokens",
+            "micro-batch": f"{plan.micro_batch_rows} rows of {plan.context:,}, {plan.grad_accum} accumulated",
+            "peak rate": f"{rate(plan.lr)} ({plan.lr:.6g}), schedule {plan.optim.schedule}",
+            "checkpoints": f"{len(plan.saves)}, pinned: {pins or 'none'}",
+            "held-out scores": str(len(plan.scores)),
+        },
+    )
+
+
+def size_table(sizes: Mapping[str, int]) -> Table:
+    table = Table(title="Parameters by group", title_justify="left")
+    table.add_column("group")
+    table.add_column("parameters", justify="right")
+    for name, size in [*sizes.items(), ("all", sum(sizes.values()))]:
+        table.add_row(name, f"{size:,}")
+    return table
+
+
+def routing_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Which rule takes which parameters; alike ones of all layers share a line."""
+    table = Table(title="Routing: who is updated how", title_justify="left")
+    for name in ("parameters", "shape", "role", "rule"):
+        table.add_column(name, overflow="fold")
+    table.add_column("blocks", justify="right")
+    table.add_column("peak rate", justify="right")
+    groups: dict[tuple[str, ...], int] = {}
+    for row in rows:
+        name = ".".join("*" if part.isdigit() else part for part in str(row["name"]).split("."))
+        shape = " x ".join(str(n) for n in row["shape"]) or "scalar"
+        key = (name, shape, str(row["role"]), str(row["rule"]), rate(float(row["lr"])))
+        groups[key] = groups.get(key, 0) + 1
+    for (name, shape, role, rule, lr), blocks in groups.items():
+        table.add_row(Text(name), shape, role, rule, str(blocks), lr)
+    return table
+
+
+def data_table(description: Mapping[str, Any]) -> Table:
+    """What `RowStream.describe` says about the plan."""
+    table = Table(
+        title=f"Data: {description['padding_share']:.2%} padding, "
+        f"{description['segments_per_row_mean']:.1f} segments a row "
+        f"(at most {description['segments_per_row_max']} of {description['segments_per_row_limit']})",
+        title_justify="left",
+    )
+    for name, justify in (
+        ("phase", "left"),
+        ("source", "left"),
+        ("share", "right"),
+        ("tokens", "right"),
+        ("epochs", "right"),
+    ):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for phase in [*description["phases"], {"start": None, "sources": description["sources"]}]:
+        label = "all" if phase["start"] is None else f"from {phase['start']:.0%}"
+        for name, row in phase["sources"].items():
+            table.add_row(
+                label, Text(name), f"{row['share']:.2%}", count(row["tokens"]), f"{row['epochs']:.2f}"
+            )
+            label = ""
+    return table
+
+
+def memory_table(estimate: Mapping[str, int]) -> Table:
+    table = Table(title="Memory estimate", title_justify="left")
+    table.add_column("what")
+    table.add_column("bytes", justify="right")
+    for name, size in [*estimate.items(), ("all", sum(estimate.values()))]:
+        table.add_row(name, gigabytes(size))
+    return table
+
+
+class _TimeLeft(ProgressColumn):
+    """Time left at the speed of this attempt, since what was done before a resume took no time here."""
+
+    def render(self, task: Task) -> Text:
+        seconds = task.fields["seconds_left"]
+        if seconds is None:
+            return Text("-:--:-- left")
+        minutes, seconds = divmod(int(seconds), 60)
+        return Text(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left", style="cyan")
+
+
+class TrainProgress:
+    """The progress bar; where the output is no terminal, one line a report instead."""
+
+    def __init__(self, console: Console, plan: Plan, first_step: int):
+        self.console, self.plan, self.first_step = console, plan, first_step
+        self.bar = Progress(
+            TextColumn("{task.fields[tokens]}"),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            _TimeLeft(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.bar.add_task(
+            "train", total=plan.steps, completed=first_step, tokens="", figures="starting", seconds_left=None
+        )
+
+    def __enter__(self) -> "TrainProgress":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def report(self, row: Mapping[str, Any], seconds_per_step: float) -> None:
+        """Shows a row of metrics."""
+        step = row["step"]
+        left = seconds_per_step * (self.plan.steps - step)
+        mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
+        figures = f"loss {row['loss']:.4f}, {count(row['tokens_per_second'])} tok/s{mfu}"
+        tokens = f"{count(row['tokens'])} of {count(self.plan.tokens)} tokens"
+        self.bar.update(self.task, completed=step, tokens=tokens, figures=figures, seconds_left=left)
+        if not self.console.is_terminal:
+            self.console.print(
+                f"step {step:,}: {tokens}, {figures}, {left / 60:.1f} min left", highlight=False
+            )

@@ -1,0 +1,46 @@
+"""Settings of the training loop."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class TrainSettings:
+    """How much is trained, in what portions, on what, and what is reported when."""
+
+    tokens: int = 23_000_000_000
+    """Planned length of the run in token slots; rounded up to whole steps. Schedule and data phases are fractions of it."""
+    batch_tokens: int = 524_288
+    """Token slots of one optimizer step."""
+    micro_batch_tokens: int = 65_536
+    """Token slots of one forward and backward pass; a step accumulates batch_tokens / micro_batch_tokens of them."""
+    seed: int = 0
+    """Decides the initial weights and the order of the data."""
+    device: str = "auto"
+    """"auto" (the GPU if there is one, else the CPU), "cpu", "cuda" or "cuda:N"."""
+    threads: int = 0
+    """CPU threads of torch; 0 leaves torch's own choice. Results on a CPU are equal bit for bit only at equal threads."""
+    deterministic: bool = False
+    """Use deterministic algorithms throughout, so that the same run gives the same bits on a GPU too (a CPU's always are)."""
+    compile: bool = False
+    """Run the model and the optimizer through torch.compile. A CPU needs a C++ compiler for it."""
+    prefetch: int = 2
+    """Steps of data that the loader keeps ready."""
+    log_every: int = 10
+    """Steps between two rows of metrics. Each row waits for the device once."""
+    eval_every_tokens: int = 1_000_000_000
+    """Score the held-out set whenever this many more tokens have been seen, after a save; 0 scores only at the end."""
+    eval_documents: int | None = None
+    """Held-out documents scored during training, those with the lowest hashes of their ids; null for all of them."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "batch_tokens", "micro_batch_tokens", "prefetch", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be 1 or more")
+        for name in ("threads", "eval_every_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be 0 or more")
+        if self.batch_tokens % self.micro_batch_tokens:
+            raise ValueError(
+                f"train.batch_tokens={self.batch_tokens} is not a multiple of "
+                f"train.micro_batch_tokens={self.micro_batch_tokens}"
+            )

@@ -1,0 +1,64 @@
+"""One optimizer step: micro-batches forward and backward, then the update."""
+
+import torch
+from torch import Tensor
+
+from dwslm.data.batch import IGNORE
+from dwslm.data.loader import GlobalBatch, TorchBatch
+from dwslm.model.lm import LanguageModel
+from dwslm.optim.optimizer import Optimizer
+
+
+class TrainStep:
+    """Runs steps in fixed buffers on the device, so that every step has the same shapes at the same addresses.
+
+    Nothing here waits for the device: loss and gradient norm come back as 0-D tensors on it.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizer: Optimizer,
+        rows: int,
+        context: int,
+        slots: int,
+        *,
+        compile: bool,
+    ):
+        """slots: entries of `cu_seqlens` less one; rows x context is the micro-batch."""
+        device = model.embedding.weight.device
+        self.model, self.optimizer, self.context = model, optimizer, context
+        self.tokens = torch.zeros(rows * context, dtype=torch.int64, device=device)
+        self.targets = torch.full((rows * context,), IGNORE, dtype=torch.int64, device=device)
+        self.cu_seqlens = torch.full((slots + 1,), rows * context, dtype=torch.int32, device=device)
+        self.rate = torch.zeros((), device=device)
+        self.scored = torch.ones((), device=device)
+        self.loss = torch.zeros((), device=device)
+        if compile:
+            # The loss head stays outside: it makes its own gradients chunk by chunk.
+            model.hidden = torch.compile(model.hidden, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+
+    def micro_batch(self, batch: TorchBatch) -> None:
+        """Forward, backward, and the gradients into the optimizer's accumulators."""
+        self.tokens.copy_(batch.tokens, non_blocking=True)
+        self.targets.copy_(batch.targets, non_blocking=True)
+        self.cu_seqlens.copy_(batch.cu_seqlens, non_blocking=True)
+        # Divided by the whole batch's count, not the micro-batch's: accumulation must not change the mean.
+        loss = self.model(self.tokens, self.targets, self.cu_seqlens, self.context) / self.scored
+        loss.backward()
+        self.loss += loss.detach()
+        self.optimizer.accumulate()
+
+    def run(self, batch: GlobalBatch, rate: float) -> tuple[Tensor, Tensor]:
+        """One step at learning rate `rate`.
+
+        Returns:
+            Mean nats a scored token over the global batch, and the gradient norm before clipping: float32, 0-D.
+        """
+        self.rate.fill_(rate)
+        self.scored.fill_(batch.scored)
+        self.loss.zero_()
+        for micro_batch in batch.micro_batches:
+            self.micro_batch(micro_batch)
+        norm = self.optimizer.step(self.rate)
+        return self.loss.clone(), norm

@@ -1,0 +1,34 @@
+"""What every test shares: one thread, fixed seeds, and GPU cases that skip by themselves."""
+
+import random
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+# One thread: sums come out in the same order on every machine, and small tensors are quicker.
+torch.set_num_threads(1)
+
+# Examples are derived from the test itself, so that a failure elsewhere is a failure here.
+hypothesis.settings.register_profile("dwslm", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("dwslm")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Seed every global generator before each test. Returns the seed."""
+    value = 0
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+    return value
