@@ -17,6 +17,9 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 FETCH_TORCH := $(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
+# An environment whose interpreter has moved away is none; gone before make looks at the stamps in it.
+$(shell [ ! -e $(VENV) ] || $(VENV)/bin/python -c '' 2>/dev/null || rm -rf $(VENV))
+
 .PHONY: demo test lint wheelhouse clean
 
 demo: $(VENV)/.installed
@@ -44,7 +47,7 @@ $(VENV)/bin/python:
 	  if "$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] not in {(3, 11), (3, 12)})' \
 	    >/dev/null 2>&1; then \
 	    echo "setup: $(VENV) with $$("$$python" --version)"; \
-	    exec "$$python" -m venv --clear $(VENV); \
+	    exec "$$python" -m venv $(VENV); \
 	  fi; \
 	done; \
 	echo "error: no usable Python 3.11 or 3.12 (with venv and ensurepip) among:" \
@@ -53,7 +56,7 @@ $(VENV)/bin/python:
 
 # The default build of torch carries CUDA, several GB. A machine without an NVIDIA GPU gets the CPU build
 # (local version +cpu) where pip knows one; elsewhere the default build, which runs on a CPU too.
-$(VENV)/.torch: $(VENV)/bin/python
+$(VENV)/.torch: | $(VENV)/bin/python
 	@quiet=$$([ -t 1 ] || echo -qq); \
 	if [ -n "$(TORCH_INDEX)" ]; then \
 	  echo "setup: torch $(TORCH_VERSION) from $(TORCH_INDEX)"; \

@@ -27,7 +27,7 @@ from dwslm.data.shards import id_hash, open_dataset
 from dwslm.data.tokenizer import eod_id, load_tokenizer, tokenizer_hash, train_tokenizer
 
 Progress = Callable[[str, int, int], None]
-"""Called now and then with the stage ("sample", "tokenize"), and the documents and UTF-8 bytes it has read."""
+"""Called now and then with the stage ("sample", "tokenize"), and the documents and UTF-8 bytes read."""
 
 _PROGRESS_DOCUMENTS = 256
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -119,7 +119,8 @@ class _Work:
             other = difference(json.loads(record.read_bytes())["made_by"], self.made_by)
             if not other:
                 return
-            if not self.settings.overwrite:
+            begun = (self.partial / "tokenizer.json").is_file()
+            if begun and not self.settings.overwrite:
                 raise ValueError(
                     f"{self.partial} holds unfinished work with other settings ({other}); repeat those, or "
                     "set overwrite to begin anew"

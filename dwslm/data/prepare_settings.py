@@ -155,9 +155,12 @@ def _describe_input(item: Input, form: str) -> dict[str, Any]:
 
 def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
     """The first settings in which two records differ, for a message; empty if none."""
-    flat_theirs, flat_ours = _flat(theirs), _flat(ours)
-    keys = [key for key in {**flat_theirs, **flat_ours} if flat_theirs.get(key) != flat_ours.get(key)]
-    return "; ".join(f"{key}: {flat_theirs.get(key)} there, {flat_ours.get(key)} now" for key in keys[:2])
+    old, new = _flat(theirs), _flat(ours)
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return "; ".join(
+        f"other {key}" if key.startswith("inputs.") else f"{key}: {old.get(key)} there, {new.get(key)} now"
+        for key in keys[:2]
+    )
 
 
 def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:

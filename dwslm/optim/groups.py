@@ -130,12 +130,17 @@ def routing_table(blocks: Sequence[Block], lr: float) -> list[dict[str, object]]
 
 
 def memory_bytes(blocks: Sequence[Block]) -> dict[str, int]:
-    """Bytes held beside the parameters, all float32: `master`, `gradient` and each kind of state."""
-    total: dict[str, int] = {"master": 0, "gradient": 0}
+    """Bytes held beside the parameters, all float32: `master`, `gradient`, each kind of state, and `update`.
+
+    The last is there during a step only: new weights and state, before they replace the old ones.
+    """
+    total: dict[str, int] = {"master": 0, "gradient": 0, "update": 0}
     for block in blocks:
         size = 4 * torch.Size(block.shape).numel()
         total["gradient"] += size
         total["master"] += 0 if block.in_place else size
+        total["update"] += size
         for kind in STATE[block.rule]:
             total[kind] = total.get(kind, 0) + (4 if kind == "radius" else size)
+            total["update"] += 0 if kind == "radius" else size
     return total

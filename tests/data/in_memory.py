@@ -1,13 +1,18 @@
-"""Datasets made of arrays, for tests that need many small ones."""
+"""Datasets made of arrays, for tests that need many small ones, and streams of rows over them."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from dwslm.data.mixture import MixtureSettings, Phase
+from dwslm.data.packing import Batch, PackingSettings, RowStream
 from dwslm.data.shards import DOC_DTYPE, Dataset
 
 EOD = 0
+SMALL = PackingSettings(context=8, segments_per_row=4, window_tokens=40)
+ANNEAL = MixtureSettings(phases=[Phase(start=0.5, scale={"a": 2.0})])
 
 
 def dataset(documents: Sequence[tuple[str, int]], *, shards: int = 1, fingerprint: str = "f" * 64) -> Dataset:
@@ -34,3 +39,26 @@ def dataset(documents: Sequence[tuple[str, int]], *, shards: int = 1, fingerprin
         "shards": entries,
     }
     return Dataset(Path("memory"), manifest, fingerprint, np.concatenate(tables), texts)
+
+
+def mixed_dataset() -> Dataset:
+    """Three sources with documents of 1 to 60 tokens, three shards."""
+    lengths = np.random.default_rng(3).integers(1, 60, 90).tolist()
+    return dataset([("aabbbc"[n % 6], length) for n, length in enumerate(lengths)], shards=3)
+
+
+def stream(text: Dataset, packing: PackingSettings = SMALL, **changes: Any) -> RowStream:
+    arguments: dict[str, Any] = {
+        "mixture": MixtureSettings(),
+        "seed": 1,
+        "planned_tokens": 10_000,
+        "cache_dir": None,
+    }
+    return RowStream(text, packing=packing, **{**arguments, **changes})
+
+
+def same(one: Batch, other: Batch) -> bool:
+    return all(
+        np.array_equal(getattr(one, name), getattr(other, name))
+        for name in ("tokens", "targets", "cu_seqlens", "docs", "starts")
+    )

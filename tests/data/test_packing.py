@@ -9,37 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dwslm.data.packing as packing_module
-from dwslm.data.mixture import MixtureSettings, Phase
-from dwslm.data.packing import IGNORE, Batch, PackingSettings, RowStream
+from dwslm.data.mixture import MixtureSettings
+from dwslm.data.packing import IGNORE, Batch, PackingSettings
 from dwslm.data.shard_writer import ShardWriter
 from dwslm.data.shards import Dataset, open_dataset
-from tests.data.in_memory import EOD, dataset
+from tests.data.in_memory import ANNEAL, EOD, SMALL, dataset, mixed_dataset, same, stream
 
 FILLS = st.sampled_from(["best_fit", "concat"])
-SMALL = PackingSettings(context=8, segments_per_row=4, window_tokens=40)
-ANNEAL = MixtureSettings(phases=[Phase(start=0.5, scale={"a": 2.0})])
 
 
-def stream(text: Dataset, packing: PackingSettings = SMALL, **changes: Any) -> RowStream:
-    arguments: dict[str, Any] = {
-        "mixture": MixtureSettings(),
-        "seed": 1,
-        "planned_tokens": 10_000,
-        "cache_dir": None,
-    }
-    return RowStream(text, packing=packing, **{**arguments, **changes})
+@pytest.fixture
+def mixed() -> Dataset:
+    return mixed_dataset()
 
 
 def text_tokens(batch: Batch) -> list[int]:
     return [token for token in batch.tokens.tolist() if token != EOD]
-
-
-def same(one: Batch, other: Batch) -> bool:
-    return all(
-        np.array_equal(getattr(one, name), getattr(other, name))
-        for name in ("tokens", "targets", "cu_seqlens", "docs", "starts")
-    )
 
 
 @st.composite
@@ -48,13 +33,6 @@ def documents(draw: st.DrawFn) -> list[tuple[str, int]]:
     lengths = draw(st.lists(st.integers(1, 30), min_size=6, max_size=24))
     sources = draw(st.integers(2, 3))
     return [("abc"[n % sources], length) for n, length in enumerate([40, *lengths])]
-
-
-@pytest.fixture
-def mixed() -> Dataset:
-    """Three sources with documents of 1 to 60 tokens, three shards."""
-    lengths = np.random.default_rng(3).integers(1, 60, 90).tolist()
-    return dataset([("aabbbc"[n % 6], length) for n, length in enumerate(lengths)], shards=3)
 
 
 # ---------------------------------------- what is in the rows
@@ -230,132 +208,6 @@ def test_key_holds_all_that_decides_the_rows_and_nothing_else(mixed: Dataset) ->
         stream(dataset(text), mixture=ANNEAL, planned_tokens=20_000),
     ]
     assert len({key, *(other.key for other in others)}) == len(others) + 1
-
-
-# ---------------------------------------- shares
-
-
-def shares(text: Dataset, batch: Batch) -> dict[str, float]:
-    sizes = np.diff(batch.cu_seqlens)[batch.docs >= 0] - 1
-    sources = text.docs["source"][batch.docs[batch.docs >= 0]]
-    tokens = np.bincount(sources, weights=sizes, minlength=len(text.sources))
-    return dict(zip(text.sources, tokens / tokens.sum(), strict=True))
-
-
-@pytest.mark.parametrize("fill", ["best_fit", "concat"])
-def test_served_shares_match_the_weights_in_every_phase(fill: str) -> None:
-    # One source of few long documents, one of many short ones; weights that are not the natural ones.
-    lengths = np.random.default_rng(1).integers(5, 30, 400).tolist()
-    text = dataset([*(("long", 4000) for _ in range(4)), *(("short", n) for n in lengths), ("rare", 500)])
-    mixture = MixtureSettings(
-        weights={"long": 0.3, "short": 0.6, "rare": 0.1}, phases=[Phase(0.5, {"long": 2.0, "rare": 0.5})]
-    )
-    planned_rows = 8000
-    rows = stream(
-        text,
-        PackingSettings(64, 16, fill, window_tokens=4096),
-        mixture=mixture,
-        planned_tokens=planned_rows * 64,
-    )
-    # 0.6 : 0.6 : 0.05 after the boundary
-    expected = [{"long": 0.3, "short": 0.6, "rare": 0.1}, {"long": 0.48, "short": 0.48, "rare": 0.04}]
-    rows.count_rows(planned_rows)
-    boundary = int(rows._index.starts[np.searchsorted(rows._index.starts, rows._phase_rows[1])])
-    assert 4000 <= boundary < 4100
-    for want, (first, end) in zip(expected, [(0, boundary), (boundary, planned_rows)], strict=True):
-        served = shares(text, rows.batch(first, end - first))
-        for source, share in want.items():
-            assert served[source] == pytest.approx(share, abs=0.005)
-
-
-def test_a_cursor_survives_a_phase_without_its_source() -> None:
-    text = dataset([("a", 3)] * 40 + [("b", 3)] * 40)
-    phases = [Phase(0.25, {"a": 0.0}), Phase(0.5)]
-    rows = stream(text, mixture=MixtureSettings(phases=phases), planned_tokens=8 * 80)
-    batch = rows.batch(0, 70)
-    seen = Counter(batch.docs[(batch.docs >= 0) & (batch.docs < 40)].tolist())
-    assert len(seen) == 40  # in spite of the break every document comes before any comes twice
-    assert max(seen.values()) - min(seen.values()) <= 1
-
-
-def test_quotas_do_not_drift() -> None:
-    text = dataset([("a", 7)] * 30 + [("b", 3)] * 31 + [("c", 1)] * 3)
-    rows = stream(text, mixture=MixtureSettings(weights={"a": 1.0, "b": 1.0, "c": 1.0}))
-    rows._index._starts = np.arange(1_000_001, dtype=np.int64) * 7
-    rows._index.windows = 1_000_000
-    cursor = rows._cursor(1_000_000)
-    assert np.abs(cursor - 40 * 1_000_000 / 3).max() < 1_000_000 / 2**16 + 1
-
-
-# ---------------------------------------- the running count
-
-
-def test_with_the_count_kept_a_late_row_is_immediate(
-    mixed: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
-    real = packing_module.best_fit
-    monkeypatch.setattr(packing_module, "best_fit", lambda *a: calls.append(1) or real(*a))
-    progress: list[tuple[int, int]] = []
-    before = stream(mixed, cache_dir=tmp_path)
-    before.count_rows(5000, lambda done, total: progress.append((done, total)))
-    assert progress[-1] == (5000, 5000) and progress == sorted(progress) and len(progress) == len(calls) > 500
-    expected = stream(mixed).batch(4990, 8)
-    calls.clear()
-    after = stream(mixed, cache_dir=tmp_path)
-    assert same(after.batch(4990, 8), expected)
-    assert len(calls) <= 3  # no window but those that hold the rows
-
-
-def test_a_damaged_or_unwritable_count_changes_nothing_but_is_told(mixed: Dataset, tmp_path: Path) -> None:
-    expected = stream(mixed).batch(400, 50)
-    first = stream(mixed, cache_dir=tmp_path)
-    first.count_rows(500)
-    (file,) = tmp_path.iterdir()
-    file.write_bytes(file.read_bytes()[:-40])
-    again = stream(mixed, cache_dir=tmp_path)
-    assert same(again.batch(400, 50), expected)
-    assert any(str(file) in warning for warning in again.warnings)
-    unwritable = stream(mixed, cache_dir=file)
-    unwritable.count_rows(500)
-    assert same(unwritable.batch(400, 50), expected)
-    assert any("can't be kept" in warning for warning in unwritable.describe()["warnings"])
-
-
-# ---------------------------------------- description
-
-
-@pytest.mark.parametrize("fill", ["best_fit", "concat"])
-def test_describe_agrees_with_what_is_served(mixed: Dataset, fill: str) -> None:
-    packing = PackingSettings(32, 4, fill, window_tokens=2000)
-    rows = stream(mixed, packing, mixture=ANNEAL, planned_tokens=32 * 1000)
-    told = rows.describe()
-    assert told["rows"] == 1000 and told["planned_tokens"] == 32_000 and told["key"] == rows.key
-    assert [phase["first_row"] for phase in told["phases"]] == [0, 500]
-    assert [phase["rows"] for phase in told["phases"]] == [500, 500]
-    batch = rows.batch(0, 1000)
-    assert told["padding_share"] == pytest.approx(batch.padding / 32_000, abs=0.02)
-    assert 0 <= told["padding_share_unlimited"] <= told["padding_share"]
-    assert told["segments_per_row_mean"] == pytest.approx(
-        (np.diff(batch.cu_seqlens) > 0).sum() / 1000, rel=0.05
-    )
-    assert told["segments_per_row_max"] <= told["segments_per_row_limit"] == 4
-    text = 32_000 - batch.padding - batch.segments
-    for source, share in shares(mixed, batch).items():
-        assert told["sources"][source]["tokens"] == pytest.approx(share * text, rel=0.1)
-        tokens = mixed.docs["tokens"][mixed.docs["source"] == mixed.sources.index(source)].sum()
-        epochs = told["sources"][source]["tokens"] / tokens
-        assert told["sources"][source]["epochs"] == pytest.approx(epochs, rel=1e-3)  # tokens are rounded down
-    a = [phase["sources"]["a"]["share"] for phase in told["phases"]]
-    assert a[1] == pytest.approx(2 * a[0] / (1 + a[0]))
-
-
-def test_more_than_four_epochs_are_warned_of() -> None:
-    text = dataset([("small", 100), ("large", 9900)])
-    equal = MixtureSettings(weights={"small": 0.5, "large": 0.5})
-    warnings = stream(text, mixture=equal, planned_tokens=3000).describe()["warnings"]
-    assert len(warnings) == 1 and "'small'" in warnings[0] and "4 times" in warnings[0]
-    assert stream(text, mixture=equal, planned_tokens=500).describe()["warnings"] == []
 
 
 # ---------------------------------------- bad input, real shards

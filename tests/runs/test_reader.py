@@ -66,6 +66,14 @@ def test_the_resume_event_counts_before_and_between_rows(tmp_path: Path) -> None
     assert curve(tmp_path) == [(10, 1), (30, 3)]
 
 
+def test_the_row_of_the_checkpoint_itself_stands(tmp_path: Path) -> None:
+    attempt(tmp_path, 1, [10, 20, 30])
+    attempt(tmp_path, 2, [], resumed=20)
+    assert curve(tmp_path) == [(10, 1), (20, 1)]
+    attempt(tmp_path, 3, [], resumed=19)
+    assert curve(tmp_path) == [(10, 1)]
+
+
 def test_without_a_resume_event_the_first_row_decides(tmp_path: Path) -> None:
     attempt(tmp_path, 1, [1, 2, 3, 4])
     attempt(tmp_path, 2, [3, 4, 5])

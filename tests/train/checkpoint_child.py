@@ -1,4 +1,4 @@
-"""Saves checkpoints in processes of its own and kills them; run as a program by test_checkpoint.py.
+"""What the tests of checkpoints share; as a program, it saves in processes of its own and kills them.
 
     checkpoint_child.py phases FOLDER             one child killed before, and one after, each disk operation
     checkpoint_child.py random FOLDER TRIES SEED  children killed after a random time
@@ -36,12 +36,25 @@ def content(step: int, turn: int) -> tuple[dict[str, torch.Tensor], dict[str, to
     return model, {"head.momentum": torch.full((64, 32), -value)}, {"step": step, "turn": turn}
 
 
+def put(root: Path, step: int, turn: int = 0, pins: tuple[str, ...] = ()) -> Path:
+    return checkpoint.save(root, step, *content(step, turn), pins=pins).path
+
+
+def steps(root: Path) -> list[int]:
+    return [one.step for one in checkpoint.find(root)]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
 def work(folder: Path) -> None:
     said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     root = folder / "checkpoints"
     for turn, step in enumerate(STEPS):
-        model, optimizer, state = content(step, turn)
-        checkpoint.save(root, step, model, optimizer, state, pins=PINNED.get(step, ()))
+        put(root, step, turn, PINNED.get(step, ()))
         os.write(said, json.dumps([step, turn]).encode() + b"\n")
         checkpoint.retain(root, KEEP_LAST)
 
