@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -27,6 +28,9 @@ from dwslm.train.settings import TrainSettings
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 SAMPLE_DATA = "data/sample"
+
+# What Hydra and OmegaConf raise for a command line that does not fit; `explain` makes one line of it.
+CONFIG_ERRORS = (HydraException, OmegaConfBaseException)
 
 # What a resume may change; the rest of the stored configuration stands.
 RESUMABLE = (
@@ -173,18 +177,14 @@ def resume_config(stored: dict[str, Any], given: RunConfig, overrides: Sequence[
     mine = flatten(stored)
     asked = flatten(to_plain(given))
     names = [override.split("=", 1)[0].lstrip("+~") for override in overrides]
-    grouped = any(
-        name not in asked and not any(key.startswith(f"{name}.") for key in asked) for name in names
-    )
+    grouped = any(name not in asked and not any(key.startswith(f"{name}.") for key in asked) for name in names)
     changed = dict(mine)
     refused = []
     for key, value in asked.items():
         named = grouped or any(key == name or key.startswith(f"{name}.") for name in names)
         if key in ("resume", "dry_run", "init_from", "name") or not named or mine.get(key) == value:
             continue
-        if any(
-            key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in RESUMABLE
-        ):
+        if any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in RESUMABLE):
             changed[key] = value
         else:
             refused.append(f"{key} is {mine.get(key)!r} there and {value!r} here")
@@ -233,23 +233,20 @@ def explain(error: BaseException) -> str:
         text = f"{text}\n{cause}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     line = "; ".join(
-        line
-        for line in lines
-        if not line.startswith(("full_key", "object_type", "reference_type", "To append"))
+        line for line in lines if not line.startswith(("full_key", "object_type", "reference_type", "To append"))
     )
     for part in lines:
         if part.startswith("Could not override '"):
             name = part.split("'")[1]
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            return f"unknown setting {name}" + (
-                f": did you mean {near[0]}?" if near else "; see docs/settings.md"
-            )
+            return f"unknown setting {name}" + (f": did you mean {near[0]}?" if near else "; see docs/settings.md")
     full_key = next((part.split(":", 1)[1].strip() for part in lines if part.startswith("full_key")), "")
     return f"{full_key}: {line}" if full_key and full_key not in line else line
 
 
 __all__ = [
     "CONFIGS",
+    "CONFIG_ERRORS",
     "SAMPLE_DATA",
     "DataSettings",
     "RopeSettings",

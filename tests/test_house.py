@@ -34,6 +34,7 @@ ENTRY_PARTS = {"cli", "config"}  # these see every part, and no part sees them
 WITHOUT_TORCH = {"runs", "machine", "page"}
 # A configuration library or command-line parser -> the files of the package that may meet it.
 AT_THE_DOOR = {"omegaconf": {"config"}, "hydra": {"config", "cli"}, "argparse": {"cli"}}
+ERRORS = {"hydra.errors", "omegaconf.errors"}  # `cli` turns these into one line
 
 RUNS_CODE_FROM_DATA = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {
@@ -144,7 +145,8 @@ def borders(root: Path) -> list[str]:
                     wrong.append(f"{where}:{line}: `{part or 'dwslm'}` may not import dwslm.{target}")
             if part in WITHOUT_TORCH and (top == "torch" or name.startswith("safetensors.torch")):
                 wrong.append(f"{where}:{line}: `{part}` may not import torch")
-            if top in AT_THE_DOOR and part not in AT_THE_DOOR[top]:
+            caught = part == "cli" and name.rpartition(".")[0] in ERRORS
+            if top in AT_THE_DOOR and part not in AT_THE_DOOR[top] and not caught:
                 wrong.append(f"{where}:{line}: {top} may be met only in {sorted(AT_THE_DOOR[top])}")
     return wrong
 
@@ -181,8 +183,10 @@ def unsafe_code(root: Path) -> list[str]:
             if dotted(node.func) in UNSAFE_CALLS:
                 found.add((node.lineno, f"uses {dotted(node.func)}"))
             for keyword in node.keywords:
-                allowed = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
-                if keyword.arg == "allow_pickle" and not allowed:
+                no_pickle = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                # A test may write one, to see it refused.
+                bait = where.parts[0] == "tests" and dotted(node.func) == "np.save"
+                if keyword.arg == "allow_pickle" and not no_pickle and not bait:
                     found.add((node.lineno, "uses allow_pickle other than False"))
         wrong += [f"{where}:{line}: {what}" for line, what in sorted(found)]
     return wrong
@@ -223,8 +227,7 @@ def test_parts_without_torch_load_without_torch():
     """The rule above sees what is written; this sees what is loaded, through other packages too."""
     folders = [str(ROOT / "dwslm" / part) for part in sorted(WITHOUT_TORCH)]
     modules = [
-        f"dwslm.{Path(module.module_finder.path).name}.{module.name}"
-        for module in pkgutil.iter_modules(folders)
+        f"dwslm.{Path(module.module_finder.path).name}.{module.name}" for module in pkgutil.iter_modules(folders)
     ]
     code = (
         "import importlib, sys\n"
@@ -253,6 +256,7 @@ BROKEN = [
     (borders, "dwslm/machine/a.py", "from safetensors.torch import load_file", "import torch"),
     (borders, "dwslm/page/a.py", "import importlib\nimportlib.import_module('torch')", "a.py:2:"),
     (borders, "dwslm/model/a.py", "from omegaconf import DictConfig", "omegaconf may be met only in"),
+    (borders, "dwslm/cli/run.py", "from omegaconf import OmegaConf", "omegaconf may be met only in"),
     (borders, "dwslm/data/a.py", "import argparse", "argparse may be met only in ['cli']"),
     (process_reads, "dwslm/data/a.py", "import os\n\nx = os.environ['X']", "a.py:3: os.environ"),
     (process_reads, "dwslm/train/a.py", "import os as o\nx = o.getenv('X')", "os.getenv outside"),
@@ -272,7 +276,8 @@ BROKEN = [
 
 SOUND = {
     "dwslm/__init__.py": '__version__ = "0"',
-    "dwslm/cli.py": "import argparse, os, sys\nfrom dwslm.config import RunConfig\nx = os.environ, sys.argv",
+    "dwslm/cli/__init__.py": "import os, sys\nfrom dwslm.config import compose\nx = os.environ, sys.argv",
+    "dwslm/cli/errors.py": "from omegaconf.errors import OmegaConfBaseException",
     "dwslm/config.py": "from omegaconf import OmegaConf\nfrom dwslm.train import loop",
     "dwslm/data/a.py": "from dwslm import __version__\nfrom . import b\nfrom .b import c\nimport torch",
     "dwslm/data/b.py": "import numpy as np\nc = np.load('x', allow_pickle=False)\nos = None",

@@ -97,6 +97,4 @@ def killable_step(since: float) -> int | None:
         return None
     rows = metrics(folder)
     saved = any(folder.checkpoints.glob("step-*/manifest.json")) if folder.checkpoints.is_dir() else False
-    return (
-        rows[-1]["step"] if rows and saved and rows[-1]["step"] >= KILL_AT * folder.record["steps"] else None
-    )
+    return rows[-1]["step"] if rows and saved and rows[-1]["step"] >= KILL_AT * folder.record["steps"] else None

@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from dwslm.config import explain
+from dwslm.config import CONFIG_ERRORS, explain
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -36,7 +34,7 @@ def one_line_errors() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         sys.exit(130)
-    except (HydraException, OmegaConfBaseException) as error:
+    except CONFIG_ERRORS as error:
         fail(explain(error))
     except (ValueError, OSError, FloatingPointError) as error:
         if not raised_by_us(error):

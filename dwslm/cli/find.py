@@ -54,11 +54,7 @@ def open_split(data: DataSettings, split: str) -> Dataset:
     if not (folder / split / "manifest.json").is_file():
         raise ValueError(
             f"{folder / split} is not a prepared dataset: make it with `dwslm prepare --out {folder} --train FILES --valid FILES`"
-            + (
-                " or `dwslm prepare --sample`"
-                if data.path == SAMPLE_DATA
-                else ", and name it with data.path="
-            )
+            + (" or `dwslm prepare --sample`" if data.path == SAMPLE_DATA else ", and name it with data.path=")
         )
     dataset = open_dataset(folder / split, data.verify)
     check_tokenizer(dataset, folder / "tokenizer.json")
@@ -70,9 +66,7 @@ def commit() -> str | None:
 
     def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(
-                ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
-            )
+            done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
             return None
         return done.stdout.strip()

@@ -1,5 +1,6 @@
 """Starting and resuming a run: everything is built and checked here, then handed to the trainer."""
 
+import os
 import platform
 import shutil
 import sys
@@ -52,6 +53,8 @@ class Built:
 def launch(config: RunConfig, overrides: Sequence[str]) -> None:
     """Runs what the configuration asks for; `overrides` are the command line's own, for the check of a resume."""
     console = make_console()
+    # cuBLAS picks its workspace, and with it its order of summation, from this; deterministic runs need it fixed.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if config.resume and config.init_from:
         raise ValueError("resume= goes on with a run and init_from= starts a new one: give one of them")
     if config.data.path == SAMPLE_DATA and not Path(SAMPLE_DATA, "train", "manifest.json").is_file():
@@ -73,9 +76,7 @@ def start(config: RunConfig, console: Console) -> None:
     if config.init_from:
         found, _ = find_checkpoint(config.init_from, config.runs_dir)
         built.optimizer.load_weights(load_weights(found.path, built.model))
-        console.print(
-            f"weights from {found.path}, step {found.step:,}; optimizer and data start anew", highlight=False
-        )
+        console.print(f"weights from {found.path}, step {found.step:,}; optimizer and data start anew", highlight=False)
     describe(config, built, console)
     run = create_run(config.runs_dir, config.name, record(config, built))
     with run.lock(), RunWriter(run, run.next_attempt()) as writer:
@@ -111,9 +112,7 @@ def resume(config: RunConfig, overrides: Sequence[str], console: Console) -> Non
             for path, reason in rejected:
                 writer.event("checkpoint_rejected", path=path.name, reason=reason)
             changed = {key: value for key, value in to_plain(config).items() if stored.get(key) != value}
-            writer.event(
-                "resume", step=position.step, tokens=position.tokens, changed=changed, receipt=receipt
-            )
+            writer.event("resume", step=position.step, tokens=position.tokens, changed=changed, receipt=receipt)
             train(config, built, run, writer, console, position)
 
 
@@ -140,17 +139,13 @@ def train(
         trainer.train()
     except KeyboardInterrupt:
         writer.event("preempted", reason="interrupt")
-        console.print(
-            f"stopped by the keyboard; go on with: python train.py resume={run.path.name}", highlight=False
-        )
+        console.print(f"stopped by the keyboard; go on with: python train.py resume={run.path.name}", highlight=False)
         raise
     except BaseException as error:
         writer.event("failed", error=type(error).__name__, reason=str(error).split("\n")[0][:500])
         raise
     writer.event("done", step=position.step, tokens=position.tokens)
-    console.print(
-        f"done: {position.tokens:,} tokens in {position.step:,} steps, in {run.path}", highlight=False
-    )
+    console.print(f"done: {position.tokens:,} tokens in {position.step:,} steps, in {run.path}", highlight=False)
 
 
 def build(config: RunConfig, lr: float | None) -> Built:

@@ -32,12 +32,8 @@ def add_parser(commands: Any) -> None:
         help=f"prepare the sample that ships with the code into {SAMPLE_DATA}",
     )
     parser.add_argument("--out", help="folder to make")
-    parser.add_argument(
-        "--train", nargs="+", default=[], metavar="PATH", help="training text: files or folders"
-    )
-    parser.add_argument(
-        "--valid", nargs="+", default=[], metavar="PATH", help="held-out text, in the same forms"
-    )
+    parser.add_argument("--train", nargs="+", default=[], metavar="PATH", help="training text: files or folders")
+    parser.add_argument("--valid", nargs="+", default=[], metavar="PATH", help="held-out text, in the same forms")
     parser.add_argument("--licence-file", nargs=2, action="append", default=[], metavar=("NAME", "FILE"),
                         help="text of a licence, kept in the manifest")  # fmt: skip
     parser.add_argument(
@@ -72,9 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if not arguments.out:
         raise ValueError("prepare needs --out FOLDER (or --sample)")
-    fields = FieldSettings(
-        **{f.name: given[f.name] for f in dataclasses.fields(FieldSettings) if f.name in given}
-    )
+    fields = FieldSettings(**{f.name: given[f.name] for f in dataclasses.fields(FieldSettings) if f.name in given})
     names = {f.name for f in dataclasses.fields(PrepareSettings)} - {"fields", "licence_files"}
     settings = PrepareSettings(
         **{name: given[name] for name in names if name in given},
@@ -134,9 +128,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
                 sums = totals.setdefault(name, [0, 0, 0])
                 for i, key in enumerate(("documents", "tokens", "bytes")):
                     sums[i] += row[key]
-        for name, (documents, tokens, size) in sorted(
-            totals.items(), key=lambda item: (item[0] == "all", item[0])
-        ):
+        for name, (documents, tokens, size) in sorted(totals.items(), key=lambda item: (item[0] == "all", item[0])):
             table.add_row(
                 split,
                 Text(name),

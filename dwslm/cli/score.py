@@ -57,9 +57,7 @@ def score_checkpoint(config: ScoreConfig) -> None:
     if config.text:
         own = score_text(nats, config.text, tokenizer, settings, eod=valid.eod, training_context=context)
         console.print(
-            slice_table(
-                f"Bits per byte, context {settings.context or context:,}", ["text"], [([config.text], own)]
-            )
+            slice_table(f"Bits per byte, context {settings.context or context:,}", ["text"], [([config.text], own)])
         )
         return
     with_bar = progress_bar(console)
@@ -70,6 +68,7 @@ def score_checkpoint(config: ScoreConfig) -> None:
     if config.baselines:
         texts = list(document_texts(valid, scores.documents["index"], token_spellings(tokenizer)))
         overall = report.overall
+        uniform = uniform_bits_per_byte(valid.vocab_size, overall.tokens, overall.bytes)
         console.print(
             facts(
                 "The same text, bits per byte",
@@ -77,7 +76,7 @@ def score_checkpoint(config: ScoreConfig) -> None:
                     "this checkpoint": f"{overall.bits_per_byte:.4f}",
                     "order-0 byte model": f"{byte_entropy(texts):.4f}",
                     "xz -9": f"{xz_bits_per_byte(texts):.4f}",
-                    "uniform over the vocabulary": f"{uniform_bits_per_byte(valid.vocab_size, overall.tokens, overall.bytes):.4f}",
+                    "uniform over the vocabulary": f"{uniform:.4f}",
                 },
             )
         )
@@ -90,9 +89,7 @@ def score_checkpoint(config: ScoreConfig) -> None:
         with RunWriter(run, run.next_attempt("score"), writer="score") as writer:
             for row in rows:
                 writer.evals(at | row)
-            writer.event(
-                "score", **at, checkpoint=str(found.path), bits_per_byte=report.overall.bits_per_byte
-            )
+            writer.event("score", **at, checkpoint=str(found.path), bits_per_byte=report.overall.bits_per_byte)
         console.print(Text(f"written to {run.path / 'evals-score.jsonl'}"))
 
 

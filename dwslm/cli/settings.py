@@ -13,9 +13,7 @@ from dwslm.data.prepare_settings import PrepareSettings
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "settings", help="print every setting with its default and meaning (docs/settings.md)"
-    )
+    parser = commands.add_parser("settings", help="print every setting with its default and meaning (docs/settings.md)")
     parser.set_defaults(run=run)
 
 
@@ -51,9 +49,7 @@ def section(kind: type, prefix: str = "") -> list[str]:
             assert isinstance(types[field.name], type)
             nested += [f"### {name}\n", doc + "\n", *section(types[field.name], f"{name}.")]
             continue
-        shown = (
-            field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
-        )
+        shown = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
         shown = str(types[field.name]) if shown in ("list", "dict", "Optional", "Union") else shown
         shown = shown.replace("typing.", "").replace("dwslm.data.mixture.", "").replace("|", "or")
         cells = (f"`{name}`", f"`{shown}`", f"`{default(field)}`", doc.replace("|", "\\|"))
@@ -87,11 +83,7 @@ def field_docs(kind: type) -> dict[str, str]:
     docs: dict[str, str] = {}
     for statement, after in zip(body.body, [*body.body[1:], None], strict=True):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            text = (
-                after.value.value
-                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-                else None
-            )
+            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
             if not isinstance(text, str):
                 raise ValueError(f"{kind.__name__}.{statement.target.id} has no docstring under it")
             docs[statement.target.id] = " ".join(text.split())

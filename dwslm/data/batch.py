@@ -58,16 +58,12 @@ def assemble(dataset: Dataset, rows: Sequence[Pieces], context: int, segments_pe
     Raises ValueError if a row has more slots than `context` or more segments, padding included, than
     `segments_per_row`.
     """
-    pieces = Pieces(
-        *(np.concatenate([getattr(row, name) for row in rows]) for name in ("docs", "starts", "lengths"))
-    )
+    pieces = Pieces(*(np.concatenate([getattr(row, name) for row in rows]) for name in ("docs", "starts", "lengths")))
     count = np.array([len(row) for row in rows])
     free = context - np.array([int(row.lengths.sum()) + len(row) for row in rows])
     padded = free > 0
     if (free < 0).any() or (count + padded > segments_per_row).any():
-        raise ValueError(
-            f"a row doesn't fit {context} slots in {segments_per_row} segments, padding included"
-        )
+        raise ValueError(f"a row doesn't fit {context} slots in {segments_per_row} segments, padding included")
 
     # Segments in order: the pieces of a row, then its padding.
     slots = len(rows) * segments_per_row
@@ -92,9 +88,7 @@ def assemble(dataset: Dataset, rows: Sequence[Pieces], context: int, segments_pe
     targets[:-1] = tokens[1:]
     ends = pieces.starts + pieces.lengths == dataset.docs["tokens"][pieces.docs]
     targets[cu_seqlens[piece_slot + 1] - 1] = np.where(ends, dataset.eod, IGNORE)
-    for begin, end in zip(
-        cu_seqlens[padding_slot].tolist(), cu_seqlens[padding_slot + 1].tolist(), strict=True
-    ):
+    for begin, end in zip(cu_seqlens[padding_slot].tolist(), cu_seqlens[padding_slot + 1].tolist(), strict=True):
         targets[begin:end] = IGNORE
 
     docs = np.full(slots, -1, dtype=np.int64)

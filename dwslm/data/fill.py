@@ -30,9 +30,7 @@ def best_fit(slots: NDArray[np.int64], context: int, max_segments: int) -> tuple
 
     free_bits = 0
     with_free: dict[int, list[int]] = {}  # free slots -> rows with room for more than one further segment
-    exact_only: dict[
-        int, list[int]
-    ] = {}  # free slots -> rows whose next segment is the last: it must fill them
+    exact_only: dict[int, list[int]] = {}  # free slots -> rows whose next segment is the last: it must fill them
     for size in sizes[whole:].tolist():
         larger = free_bits >> size
         if exact_only.get(size):

@@ -90,8 +90,6 @@ def phase_shares(
         scaled = [weight * phase.scale.get(source, 1.0) for source, weight in zip(sources, base, strict=True)]
         total = math.fsum(scaled)
         if not 0.0 < total < math.inf:
-            raise ValueError(
-                f"phase at {phase.start}: the scaled weights sum to {total}, no source can be chosen"
-            )
+            raise ValueError(f"phase at {phase.start}: the scaled weights sum to {total}, no source can be chosen")
         row[:] = [weight / total for weight in scaled]
     return [phase.start for phase in phases], shares

@@ -58,9 +58,7 @@ class PackingSettings:
         if self.context < 2:
             raise ValueError(f"packing context {self.context}: must be 2 or more, an eod and a token")
         if self.segments_per_row < 2:
-            raise ValueError(
-                f"packing segments_per_row {self.segments_per_row}: must be 2 or more, text and padding"
-            )
+            raise ValueError(f"packing segments_per_row {self.segments_per_row}: must be 2 or more, text and padding")
         if self.fill not in ("best_fit", "concat"):
             raise ValueError(f"packing fill {self.fill!r}: must be best_fit or concat")
         if self.window_tokens < self.context:
@@ -114,9 +112,7 @@ class RowStream:
         self.packing = packing
         self.planned_rows = -(-planned_tokens // packing.context)
         if self.planned_rows < 1:
-            raise ValueError(
-                f"planned tokens {planned_tokens}: a run needs at least one row of {packing.context}"
-            )
+            raise ValueError(f"planned tokens {planned_tokens}: a run needs at least one row of {packing.context}")
         self.seed = seed
 
         tokens = dataset.docs["tokens"].astype(np.int64)
@@ -255,9 +251,7 @@ class RowStream:
             "warnings": warnings,
         }
 
-    def _by_source(
-        self, tokens: NDArray[np.float64], shares: NDArray[np.float64]
-    ) -> dict[str, dict[str, float]]:
+    def _by_source(self, tokens: NDArray[np.float64], shares: NDArray[np.float64]) -> dict[str, dict[str, float]]:
         return {
             name: {
                 "share": float(shares[i]),
@@ -315,9 +309,7 @@ class RowStream:
             self._windows[number] = self._pack(number, *span, self.packing.segments_per_row)
         return self._windows[number]
 
-    def _pack(
-        self, number: int, begin: NDArray[np.int64], end: NDArray[np.int64], max_segments: int
-    ) -> Window:
+    def _pack(self, number: int, begin: NDArray[np.int64], end: NDArray[np.int64], max_segments: int) -> Window:
         """Pack what the sources give between two cursors, and shuffle the rows."""
         spans = zip(self._sources, begin.tolist(), end.tolist(), strict=True)
         pieces = join_pieces([source.pieces(first, stop) for source, first, stop in spans])

@@ -189,9 +189,7 @@ class _Work:
                 if writer.empty:
                     way_out = "change valid_fraction" if self.settings.valid_fraction else "give some"
                     raise ValueError(f"{self.out}: no document for the {split} split; {way_out}")
-            texts = {
-                name: Path(file).read_text("utf-8") for name, file in self.settings.licence_files.items()
-            }
+            texts = {name: Path(file).read_text("utf-8") for name, file in self.settings.licence_files.items()}
             for writer in writers.values():
                 writer.finish(made_by=self.made_by, licence_texts=texts)
         finally:
@@ -259,9 +257,6 @@ def _summary(out: Path, already_complete: bool) -> dict[str, Any]:
         "already_complete": already_complete,
         "tokenizer_hash": opened["train"].tokenizer_hash,
         "vocab_size": opened["train"].vocab_size,
-        **{
-            split: {**data.manifest["totals"], "slices": data.manifest["slices"]}
-            for split, data in opened.items()
-        },
+        **{split: {**data.manifest["totals"], "slices": data.manifest["slices"]} for split, data in opened.items()},
         "bad": json.loads((out / "prepare.json").read_bytes())["bad"],
     }

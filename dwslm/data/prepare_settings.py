@@ -70,9 +70,7 @@ class PrepareSettings:
         if bool(self.valid or self.dataset_valid_split) == bool(self.valid_fraction):
             raise ValueError("held-out text: give either valid (or dataset_valid_split) or valid_fraction")
         if not self.tokenizer and self.eod_token != EOD:
-            raise ValueError(
-                f"eod_token={self.eod_token!r}: only a given tokenizer can have another than {EOD}"
-            )
+            raise ValueError(f"eod_token={self.eod_token!r}: only a given tokenizer can have another than {EOD}")
         for name in ("tokenizer_bytes", "shard_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
@@ -128,8 +126,7 @@ def describe(settings: PrepareSettings, inputs: dict[str, list[Input]]) -> dict[
             **origin,
         },
         "inputs": {
-            split: [_describe_input(item, settings.format) for item in items]
-            for split, items in inputs.items()
+            split: [_describe_input(item, settings.format) for item in items] for split, items in inputs.items()
         },
         "versions": {"tokenizers": tokenizers.__version__},
     }

@@ -71,9 +71,7 @@ class FieldSettings:
             raise ValueError("text_field is empty: name the field that holds the text")
         for name in ("source", "language"):
             if not getattr(self, name) and not getattr(self, f"{name}_field"):
-                raise ValueError(
-                    f"neither {name} nor {name}_field is given: fix the {name} or name its field"
-                )
+                raise ValueError(f"neither {name} nor {name}_field is given: fix the {name} or name its field")
 
 
 @dataclass(frozen=True)
@@ -167,9 +165,7 @@ def list_files(path: Path, form: str = "auto") -> list[tuple[Path, str]]:
     else:
         found = [(file, kind) for file, kind in records if form in ("auto", kind)]
     if not found:
-        raise FileNotFoundError(
-            f"{path} holds no files to read" + ("" if form == "auto" else f" of format {form}")
-        )
+        raise FileNotFoundError(f"{path} holds no files to read" + ("" if form == "auto" else f" of format {form}"))
     return found
 
 
@@ -224,9 +220,7 @@ def _field(record: dict, name: str, *, numbers: bool = False, flag: str = "") ->
     return value
 
 
-def _checked(
-    *, text: str, id: str, source: str, language: str, group: str, licence: str, place: str
-) -> Document:
+def _checked(*, text: str, id: str, source: str, language: str, group: str, licence: str, place: str) -> Document:
     if not text.strip():
         raise ValueError("empty document")
     named = {"text": text, "id": id, "source": source, "language": language, "group": group or id}
@@ -329,15 +323,11 @@ def _read_dataset(origin: DatasetSource, fields: FieldSettings) -> Iterator[Item
         elif (folder / "state.json").is_file():  # written by save_to_disk, one split
             records = datasets.load_from_disk(origin.name)
         else:
-            records = datasets.load_dataset(
-                origin.name, origin.config or None, split=origin.split, streaming=True
-            )
+            records = datasets.load_dataset(origin.name, origin.config or None, split=origin.split, streaming=True)
         for record in records:
             row += 1
             yield _document(record, f"{label}:row {row}", f"{folder.name}[{origin.split}]:{row}", fields)
-    except (
-        Exception
-    ) as error:  # the library raises many kinds: unknown names and splits, the network, the files
+    except Exception as error:  # the library raises many kinds: unknown names and splits, the network, the files
         raise ValueError(f"{label}: cannot read past row {row} ({_first_line(error)})") from None
 
 

@@ -77,9 +77,7 @@ class RowIndex:
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
-            self._warn(
-                f"{self.path}: the row index can't be kept ({error.strerror}); each start counts it anew"
-            )
+            self._warn(f"{self.path}: the row index can't be kept ({error.strerror}); each start counts it anew")
 
     def _read(self, path: Path) -> NDArray[np.uint32] | None:
         # A damaged zip or header can raise nearly anything, and all of it means the same: count again.
@@ -87,11 +85,7 @@ class RowIndex:
             with np.load(path, allow_pickle=False) as file:
                 counts = file["counts"]
                 whole = counts.dtype == np.dtype("<u4") and counts.ndim == 1
-                if (
-                    whole
-                    and str(file["key"]) == self.key
-                    and str(file["sha256"]) == _digest(self.key, counts)
-                ):
+                if whole and str(file["key"]) == self.key and str(file["sha256"]) == _digest(self.key, counts):
                     return counts
         except (FileNotFoundError, NotADirectoryError):
             return None

@@ -97,9 +97,7 @@ class ShardWriter:
         """
         assert len(tokens) > 0 and int(tokens.max()) < self.vocab_size
         if len(tokens) > _MAX_COUNT or text_bytes > _MAX_COUNT:
-            raise ValueError(
-                f"a document of {text_bytes} bytes does not fit the table (4 GiB at most); split it"
-            )
+            raise ValueError(f"a document of {text_bytes} bytes does not fit the table (4 GiB at most); split it")
         if self._file is None:
             self._file = (self.path / f"{self._name}.bin.tmp").open("wb")
         raw = tokens.astype(self.dtype).tobytes()
@@ -121,9 +119,7 @@ class ShardWriter:
         if self._tokens >= self.shard_tokens:
             self._close_shard()
 
-    def finish(
-        self, *, made_by: dict[str, Any], licence_texts: dict[str, str] | None = None
-    ) -> dict[str, Any]:
+    def finish(self, *, made_by: dict[str, Any], licence_texts: dict[str, str] | None = None) -> dict[str, Any]:
         """Close the last shard, number sources and languages by name, write and return the manifest.
 
         Raises:
@@ -205,9 +201,7 @@ class ShardWriter:
     def _index(self, name: str, which: int) -> int:
         index = self._names[which].setdefault(name, len(self._names[which]))
         if index >= _MAX_NAMES:
-            raise ValueError(
-                f"more than {_MAX_NAMES} different {('sources', 'languages')[which]} in one shard"
-            )
+            raise ValueError(f"more than {_MAX_NAMES} different {('sources', 'languages')[which]} in one shard")
         return index
 
     def _close_shard(self) -> None:
@@ -236,15 +230,11 @@ class ShardWriter:
         self._shards.append(shard)
         self._open_shard()
 
-    def _number_table(
-        self, shard: dict[str, Any], sources: list[str], languages: list[str]
-    ) -> dict[str, Any]:
+    def _number_table(self, shard: dict[str, Any], sources: list[str], languages: list[str]) -> dict[str, Any]:
         """Write a shard's final table, its names numbered as in the manifest; the shard's manifest entry."""
         table = np.load(self.path / f"{shard['name']}.table.npy", allow_pickle=False)
         table["source"] = np.array([sources.index(name) for name in shard["sources"]], "<u2")[table["source"]]
-        table["language"] = np.array([languages.index(name) for name in shard["languages"]], "<u2")[
-            table["language"]
-        ]
+        table["language"] = np.array([languages.index(name) for name in shard["languages"]], "<u2")[table["language"]]
         docs_path = self.path / f"{shard['name']}.docs.npy"
         _save_table(docs_path, table)
         kept = ("name", *COUNTS, "bin_bytes", "bin_sha256")

@@ -55,9 +55,7 @@ class Dataset:
         docs: [documents] of `DOC_DTYPE`, all shards in order; `start` counts from the document's own shard.
     """
 
-    def __init__(
-        self, path: Path, manifest: dict, fingerprint: str, docs: np.ndarray, shards: list[np.ndarray]
-    ):
+    def __init__(self, path: Path, manifest: dict, fingerprint: str, docs: np.ndarray, shards: list[np.ndarray]):
         self.path = path
         self.manifest = manifest
         self.sources: list[str] = manifest["sources"]
@@ -191,9 +189,7 @@ def _check_file(path: Path, size: int, sha256: str | None) -> None:
     found = path.stat().st_size
     if found != size:
         what = "cut short" if found < size else "altered"
-        raise ValueError(
-            f"{path} is {what}: {found} bytes, the manifest says {size}; prepare the dataset again"
-        )
+        raise ValueError(f"{path} is {what}: {found} bytes, the manifest says {size}; prepare the dataset again")
     if sha256 is not None and file_sha256(path) != sha256:
         raise ValueError(f"{path} is altered: its sha256 is not the manifest's; prepare the dataset again")
 

@@ -47,9 +47,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 32768) -> Tokenizer:
         ValueError: `vocab_size` below 257 (256 bytes and the special token), or too little text to reach it.
     """
     if vocab_size < 257:
-        raise ValueError(
-            f"vocab_size={vocab_size}: a byte-level tokenizer needs 257 (256 bytes and {EOD}) or more"
-        )
+        raise ValueError(f"vocab_size={vocab_size}: a byte-level tokenizer needs 257 (256 bytes and {EOD}) or more")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -90,9 +88,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except Exception as error:  # the library raises a bare Exception whatever is wrong with the file
         raise ValueError(f"{path} is not a tokenizer file of the `tokenizers` library ({error})") from None
     if tokenizer.normalizer is not None:
-        raise ValueError(
-            f"{path} normalises text, so bytes would be lost; give a tokenizer without a normaliser"
-        )
+        raise ValueError(f"{path} normalises text, so bytes would be lost; give a tokenizer without a normaliser")
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True

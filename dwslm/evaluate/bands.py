@@ -64,8 +64,7 @@ class BandReport:
     @classmethod
     def from_dict(cls, report: dict[str, Any]) -> Self:
         rows = [
-            BandRow(**{key: value for key, value in row.items() if key != "bits_per_byte"})
-            for row in report["rows"]
+            BandRow(**{key: value for key, value in row.items() if key != "bits_per_byte"}) for row in report["rows"]
         ]
         return cls(**{**report, "rows": rows})
 

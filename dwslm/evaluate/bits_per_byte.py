@@ -66,18 +66,14 @@ class EvalSettings:
         if self.context is not None and self.context < 2:
             raise ValueError(f"evaluate context {self.context}: must be 2 or more, an eod and a token")
         if self.segments_per_row < 2:
-            raise ValueError(
-                f"evaluate segments_per_row {self.segments_per_row}: must be 2 or more, text and padding"
-            )
+            raise ValueError(f"evaluate segments_per_row {self.segments_per_row}: must be 2 or more, text and padding")
         for name in ("micro_batch_tokens", "max_documents", "bootstrap_samples"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"evaluate {name} {value}: must be 1 or more")
         rising = all(low < high for low, high in zip([1, *self.bands], self.bands, strict=False))
         if len(self.bands) == 1 or not rising:
-            raise ValueError(
-                f"evaluate bands {list(self.bands)}: must be two or more rising positions, or empty"
-            )
+            raise ValueError(f"evaluate bands {list(self.bands)}: must be two or more rising positions, or empty")
 
 
 def score(
@@ -148,9 +144,7 @@ def score_text(
     tokenizer does not give its bytes back.
     """
     scores = score(nats_fn, text_dataset(path, tokenizer, eod), settings, training_context=training_context)
-    return summarise(
-        scores.documents, str(path), None, samples=settings.bootstrap_samples, seed=settings.seed
-    )
+    return summarise(scores.documents, str(path), None, samples=settings.bootstrap_samples, seed=settings.seed)
 
 
 def text_dataset(path: str | Path, tokenizer: Tokenizer, eod: int) -> Dataset:
@@ -189,9 +183,7 @@ def text_dataset(path: str | Path, tokenizer: Tokenizer, eod: int) -> Dataset:
 def check_totals(dataset: Dataset) -> None:
     """The document table must add up, slice by slice, to what the manifest says. Raises ValueError if not."""
     docs = dataset.docs
-    stated = {
-        (row["source"], row["language"]): (row["tokens"], row["bytes"]) for row in dataset.manifest["slices"]
-    }
+    stated = {(row["source"], row["language"]): (row["tokens"], row["bytes"]) for row in dataset.manifest["slices"]}
     slice_of = docs["source"].astype(np.int64) * len(dataset.languages) + docs["language"]
     found = {}
     for number in np.unique(slice_of):
@@ -208,9 +200,7 @@ def check_totals(dataset: Dataset) -> None:
             )
 
 
-def choose_documents(
-    docs: np.ndarray, candidates: NDArray[np.int64], max_documents: int | None
-) -> NDArray[np.int64]:
+def choose_documents(docs: np.ndarray, candidates: NDArray[np.int64], max_documents: int | None) -> NDArray[np.int64]:
     """The candidates with the lowest id hashes, at most `max_documents`, in dataset order."""
     if max_documents is None or len(candidates) <= max_documents:
         return candidates

@@ -119,9 +119,7 @@ class Report:
         )
 
 
-def bootstrap_interval(
-    nats: np.ndarray, byte_counts: np.ndarray, samples: int, key: str
-) -> list[float] | None:
+def bootstrap_interval(nats: np.ndarray, byte_counts: np.ndarray, samples: int, key: str) -> list[float] | None:
     """95 % percentile bootstrap of bits per byte over documents (Efron and Tibshirani 1993, chapter 13).
 
     Each of `samples` rounds draws as many documents as there are, with replacement, and divides the sums;
@@ -144,9 +142,7 @@ def bootstrap_interval(
     return [float(low), float(high)]
 
 
-def summarise(
-    documents: np.ndarray, source: str | None, language: str | None, *, samples: int, seed: int
-) -> Slice:
+def summarise(documents: np.ndarray, source: str | None, language: str | None, *, samples: int, seed: int) -> Slice:
     """Adds the given documents (DOCUMENT_DTYPE) up to one row. `source` and `language` only name it."""
     return Slice(
         source=source,

@@ -81,9 +81,7 @@ class Block(nn.Module):
         self.mixer_query = DepthQuery(width) if depth_mix else None
         self.mlp_query = DepthQuery(width) if depth_mix else None
 
-    def forward(
-        self, stream: PlainStream | DepthStream, tokens: Tensor, segments: Segments, rotary: Rotary
-    ) -> None:
+    def forward(self, stream: PlainStream | DepthStream, tokens: Tensor, segments: Segments, rotary: Rotary) -> None:
         """Reads the stream twice and adds to it twice."""
         x = self.mixer_norm(stream.read(self.mixer_query))
         if isinstance(self.mixer, Attention):

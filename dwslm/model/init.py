@@ -11,7 +11,7 @@ from dwslm.model.projection import Norm, Projection, Table
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, scale: float, seed: int) -> None:
+def initialize(model: nn.Module, width: int, scale: float, seed: int) -> None:
     """Fills all parameters in place, drawing in float32 on the CPU so that every device and dtype starts from the same values.
 
     ============================  ==========================================================================
@@ -27,6 +27,7 @@ def initialize(model: nn.Module, scale: float, seed: int) -> None:
     ============================  ==========================================================================
 
     Args:
+        width: of the residual stream.
         scale: 0.5 is the "half scale", 1 the plain one.
         seed: of the one generator all draws come from, in module order.
     """
@@ -45,7 +46,7 @@ def initialize(model: nn.Module, scale: float, seed: int) -> None:
                 for block, rows in zip(module.blocks, module.weight.split(module.rows), strict=True):
                     normal(rows, 0.0 if block.init == "zero" else std)
             case Table():
-                normal(module.weight, 1.0 if module.role == "embedding" else scale / math.sqrt(model.width))
+                normal(module.weight, 1.0 if module.role == "embedding" else scale / math.sqrt(width))
             case Norm():
                 module.gain.fill_(1.0)
             case DepthQuery():
@@ -55,9 +56,7 @@ def initialize(model: nn.Module, scale: float, seed: int) -> None:
                 bound = 1 / math.sqrt(module.conv.shape[1])
                 module.conv.copy_(uniform(module.conv, -bound, bound))
                 module.A_log.copy_(
-                    torch.zeros_like(module.A_log)
-                    if module.gate == "bounded"
-                    else uniform(module.A_log, 1, 16).log()
+                    torch.zeros_like(module.A_log) if module.gate == "bounded" else uniform(module.A_log, 1, 16).log()
                 )
                 dt = uniform(module.dt_bias, math.log(1e-3), math.log(1e-1)).exp()
                 module.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))

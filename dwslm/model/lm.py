@@ -122,9 +122,7 @@ class ModelSettings:
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim} must be even: rotary positions turn pairs")
         if self.init_scale <= 0 or self.softcap <= 0:
-            raise ValueError(
-                f"model.init_scale={self.init_scale} and model.softcap={self.softcap} must be positive"
-            )
+            raise ValueError(f"model.init_scale={self.init_scale} and model.softcap={self.softcap} must be positive")
         attention_op.resolve(self.attention_engine)
         delta_rule_op.resolve(self.delta_engine)
 
@@ -192,15 +190,13 @@ class LanguageModel(nn.Module):
         self.final_norm = Norm(s.width, s.norm_eps)
         self.head = Projection(s.width, OutputBlock("", vocab_size, role="head"), dtype=dtype)
         self.set_rope(s.rope)
-        initialize(self, s.init_scale, seed)
+        initialize(self, s.width, s.init_scale, seed)
 
     def _value_embedding(self, layer: int, kind: str) -> ValueEmbedding | None:
         s = self.settings
         if not s.has_value_embedding(layer):
             return None
-        heads, head_dim = (
-            (s.delta_heads, s.delta_head_dim) if kind in ("kda", "gdn") else (s.kv_heads, s.head_dim)
-        )
+        heads, head_dim = (s.delta_heads, s.delta_head_dim) if kind in ("kda", "gdn") else (s.kv_heads, s.head_dim)
         return ValueEmbedding(self.vocab_size, heads, head_dim)
 
     def set_rope(self, rope: RopeSettings) -> None:

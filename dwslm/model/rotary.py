@@ -40,9 +40,7 @@ def rotation_frequencies(head_dim: int, settings: RopeSettings) -> Tensor:
     """
     theta = settings.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     turns = settings.yarn_context * theta / (2 * math.pi)
-    keep = ((turns - settings.yarn_beta_slow) / (settings.yarn_beta_fast - settings.yarn_beta_slow)).clamp(
-        0, 1
-    )
+    keep = ((turns - settings.yarn_beta_slow) / (settings.yarn_beta_fast - settings.yarn_beta_slow)).clamp(0, 1)
     return theta * ((1 - keep) / settings.yarn_factor + keep)
 
 

@@ -56,9 +56,7 @@ def route(parameters: Mapping[str, Tensor], roles: Roles, settings: OptimSetting
     blocks: list[Block] = []
     for parameter, tensor in parameters.items():
         if tensor.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"parameter {parameter} is {tensor.dtype}: the optimizer takes float32 and bfloat16"
-            )
+            raise ValueError(f"parameter {parameter} is {tensor.dtype}: the optimizer takes float32 and bfloat16")
         rows = tensor.shape[0] if tensor.ndim else 1
         _check_cover(parameter, rows, roles[parameter])
         start = 0

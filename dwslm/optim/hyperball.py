@@ -76,7 +76,5 @@ def adamh(
     weight, exp_avg, exp_avg_sq, gradient: float32 [N, m, n]; radius: float32 [N]; step, betas, eps: as in
     `adam_direction`. Returns weight, exp_avg and exp_avg_sq.
     """
-    direction, exp_avg, exp_avg_sq = adam_direction(
-        exp_avg, exp_avg_sq, gradient, finite, step, betas=betas, eps=eps
-    )
+    direction, exp_avg, exp_avg_sq = adam_direction(exp_avg, exp_avg_sq, gradient, finite, step, betas=betas, eps=eps)
     return sphere_step(weight, direction, radius, rate, finite), exp_avg, exp_avg_sq

@@ -28,9 +28,7 @@ SAFETY = 1.01
 SMALLEST_NORM = 1e-18
 
 
-def newton_schulz(
-    matrices: Tensor, coefficients: str = "polar_express", dtype: torch.dtype = torch.float32
-) -> Tensor:
+def newton_schulz(matrices: Tensor, coefficients: str = "polar_express", dtype: torch.dtype = torch.float32) -> Tensor:
     """About U V^T for each matrix U S V^T of a stack; zero for a zero matrix.
 
     matrices: [..., m, n], any float dtype. coefficients: a name in COEFFICIENTS.

@@ -88,9 +88,7 @@ class Optimizer:
         """
         devices = sorted({str(p.device) for p in params.values()})
         if len(devices) != 1:
-            raise ValueError(
-                f"the optimizer takes parameters of one device, got {', '.join(devices) or 'none'}"
-            )
+            raise ValueError(f"the optimizer takes parameters of one device, got {', '.join(devices) or 'none'}")
         self.settings = settings
         self.lr = lr
         self.params = dict(params)
@@ -345,8 +343,7 @@ def _group(blocks: list[Block], params: Mapping[str, torch.nn.Parameter], start:
             size += _aligned(value.numel())
     shape = (size,) if stack is None else stack.shape
     state = {
-        kind: torch.zeros(len(blocks) if kind == "radius" else shape, device=device)
-        for kind in STATE[blocks[0].rule]
+        kind: torch.zeros(len(blocks) if kind == "radius" else shape, device=device) for kind in STATE[blocks[0].rule]
     }
     return Group(blocks, start, size, offsets, masters, stack, state)
 
@@ -357,15 +354,12 @@ def _check(what: str, given: Mapping[str, Tensor], own: Mapping[str, tuple[torch
         raise ValueError(f"{what} lack {missing[0]}" + (f" and {len(missing) - 1} more" * (len(missing) > 1)))
     if unknown:
         raise ValueError(
-            f"{what} hold {unknown[0]}"
-            + f" and {len(unknown) - 1} more" * (len(unknown) > 1)
-            + ", unknown here"
+            f"{what} hold {unknown[0]}" + f" and {len(unknown) - 1} more" * (len(unknown) > 1) + ", unknown here"
         )
     for name, (shape, dtype) in own.items():
         if given[name].shape != shape or given[name].dtype != dtype:
             raise ValueError(
-                f"{what} {name} is {given[name].dtype} {list(given[name].shape)}, "
-                f"expected {dtype} {list(shape)}"
+                f"{what} {name} is {given[name].dtype} {list(given[name].shape)}, expected {dtype} {list(shape)}"
             )
 
 

@@ -27,16 +27,10 @@ def learning_rate(tokens: int, batch_tokens: int, settings: OptimSettings) -> fl
     if settings.matrices != "muonh":
         raise ValueError(f"optim.matrices={settings.matrices} has no learning-rate law: give optim.lr")
     if not LEAST_TOKENS <= tokens <= MOST_TOKENS:
-        raise ValueError(
-            f"{tokens:,} planned tokens are outside the learning-rate law's 0.2B to 200B: give optim.lr"
-        )
+        raise ValueError(f"{tokens:,} planned tokens are outside the learning-rate law's 0.2B to 200B: give optim.lr")
     if batch_tokens <= 0:
         raise ValueError(f"a batch of {batch_tokens} tokens has no learning rate")
-    return (
-        BASE_LR
-        * (tokens / BASE_TOKENS) ** TOKENS_EXPONENT
-        * (batch_tokens / BASE_BATCH_TOKENS) ** BATCH_EXPONENT
-    )
+    return BASE_LR * (tokens / BASE_TOKENS) ** TOKENS_EXPONENT * (batch_tokens / BASE_BATCH_TOKENS) ** BATCH_EXPONENT
 
 
 def schedule(fraction: float, settings: OptimSettings) -> float:

@@ -104,9 +104,7 @@ class OptimSettings:
             _within(name, getattr(self, name), 0, 1)
         _within("decay_start", self.decay_start, self.warmup, 1)
         if not 0 <= self.final_lr <= 1:
-            raise ValueError(
-                f"optim.final_lr={self.final_lr} must be from 0 to 1: it is a fraction of the peak rate"
-            )
+            raise ValueError(f"optim.final_lr={self.final_lr} must be from 0 to 1: it is a fraction of the peak rate")
         self._refuse_what_would_be_ignored()
 
     def _refuse_what_would_be_ignored(self) -> None:

@@ -71,9 +71,7 @@ class RunLock:
             os.close(self._fd)
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise disk_error(f"cannot lock {path}", error) from error
-            raise ValueError(
-                f"{path.parent} is in use by {_describe(holder)}; stop that process first"
-            ) from error
+            raise ValueError(f"{path.parent} is in use by {_describe(holder)}; stop that process first") from error
         # The content only serves the message above; what holds the run is the lock itself.
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, to_json({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
@@ -194,9 +192,7 @@ def open_run(which: str | os.PathLike[str], root: str | os.PathLike[str]) -> Run
         if path.name.endswith(text) and text:
             raise ValueError(reason)
     found = [
-        run
-        for run in runs
-        if text and (text in (run.name, run.id, slug(run.name)) or run.path.name.endswith(text))
+        run for run in runs if text and (text in (run.name, run.id, slug(run.name)) or run.path.name.endswith(text))
     ]
     if len(found) == 1:
         return found[0]
@@ -208,9 +204,7 @@ def open_run(which: str | os.PathLike[str], root: str | os.PathLike[str]) -> Run
 def _newest(root: str | os.PathLike[str], unfinished: bool) -> RunFolder:
     runs, unreadable = list_runs(root)
     if unreadable:  # it might be the one that is meant, and training on in an older one would be a surprise
-        raise ValueError(
-            f"cannot tell the newest run: {unreadable[0][1]}; move that folder away or name the run"
-        )
+        raise ValueError(f"cannot tell the newest run: {unreadable[0][1]}; move that folder away or name the run")
     for run in runs:
         if not unfinished:
             return run

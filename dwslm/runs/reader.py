@@ -67,9 +67,7 @@ def evals(run: str | os.PathLike[str], *, superseded: bool = False) -> list[Row]
     checkpoint, and that score stays true whatever became of the run.
     """
     rows: list[Row] = []
-    for path in sorted(
-        Path(run).glob("evals-*.jsonl"), key=lambda path: (path.stem != "evals-trainer", path)
-    ):
+    for path in sorted(Path(run).glob("evals-*.jsonl"), key=lambda path: (path.stem != "evals-trainer", path)):
         writer = path.stem.removeprefix("evals-")
         own = [{**row, "writer": writer} for row in read_rows(path)[0] if _at_step(row)]
         if writer == "trainer":

@@ -92,9 +92,7 @@ def save(
     final, tmp, replaced = folder / name, folder / f"tmp-{name}", folder / f"{REPLACED}{name}"
     reasons = [_check_reason(reason) for reason in pins]
     state_text = json.dumps(state, allow_nan=False)
-    assert json.loads(state_text) == state, (
-        "checkpoint state: string keys, lists and no tuples, or it changes"
-    )
+    assert json.loads(state_text) == state, "checkpoint state: string keys, lists and no tuples, or it changes"
     new_pins: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,5 @@
 """The device a run computes on, how it is made deterministic, and how fast its matrix unit is on paper."""
 
-import os
-
 import torch
 
 # Dense bf16 peaks in FLOP/s, from the vendor's data sheets. A device that is not listed has no MFU: a guess would be worse.
@@ -49,11 +47,11 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def set_numerics(deterministic: bool, threads: int) -> None:
-    """Process-wide numerics. float32 products stay float32 (no TF32): only bf16 and FP8 are meant to be fast."""
+    """Process-wide numerics. float32 products stay float32 (no TF32): only bf16 and FP8 are meant to be fast.
+
+    On a GPU `deterministic` also needs CUBLAS_WORKSPACE_CONFIG in the environment before the first product.
+    """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.use_deterministic_algorithms(deterministic)
-    if deterministic:
-        # cuBLAS picks its workspace, and with it its summation order, from this.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if threads:
         torch.set_num_threads(threads)

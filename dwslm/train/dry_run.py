@@ -30,16 +30,15 @@ def dry_run(
     autograd keeps them in that step and scaled to a micro-batch: an upper estimate for a compiled model.
     """
     batch = stream.batch(0, plan.micro_batch_rows)
-    lengths = [
-        b - a for a, b in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)
-    ]
+    lengths = [b - a for a, b in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)]
     text = sorted(n for n, doc in zip(lengths, batch.docs.tolist(), strict=True) if doc >= 0)
     console.print(
         facts(
             "First micro-batch",
             {
                 "tokens": f"{len(batch.tokens):,} in {plan.micro_batch_rows} rows of {plan.context:,}",
-                "segments": f"{batch.segments} (slots for {len(batch.docs)}), lengths {text[0]} to {text[-1]}, median {text[len(text) // 2]}",
+                "segments": f"{batch.segments} (slots for {len(batch.docs)})",
+                "segment lengths": f"{text[0]:,} to {text[-1]:,}, median {text[len(text) // 2]:,}",
                 "scored": f"{batch.scored:,} targets ({batch.scored / len(batch.tokens):.2%})",
                 "padding": f"{batch.padding:,} slots ({batch.padding / len(batch.tokens):.2%})",
             },
@@ -69,8 +68,7 @@ def dry_run(
     norm = optimizer.step(plan.rate(0))
     console.print(
         facts(
-            "One step"
-            + (f", on the first {size} slots of the first row" if size < len(batch.tokens) else ""),
+            "One step" + (f", on the first {size} slots of the first row" if size < len(batch.tokens) else ""),
             {
                 "loss": f"{loss.item():.4f} nats a token, {loss.item() / 0.6931471805599453:.4f} bits",
                 "gradient norm": f"{norm.item():.4f}",

@@ -198,9 +198,7 @@ class Trainer:
             for row in rows:
                 self.writer.evals(at | {"slice": kind} | row.to_dict())
         # The overall row is last: an attempt killed before it scores this step again.
-        self.writer.evals(
-            at | {"slice": "overall", "documents_available": report.available} | report.overall.to_dict()
-        )
+        self.writer.evals(at | {"slice": "overall", "documents_available": report.available} | report.overall.to_dict())
         overall = report.overall.bits_per_byte
         self.writer.event("score", **at, bits_per_byte=overall, seconds=time.perf_counter() - started)
         if overall < best:
@@ -209,9 +207,7 @@ class Trainer:
             for step, reasons in checkpoints.pins(root).items():
                 if step != self.position.step and "best" in reasons:
                     checkpoints.unpin(root, step, "best")
-        self.console.print(
-            f"step {self.position.step:,}: held-out bits per byte {overall:.4f}", highlight=False
-        )
+        self.console.print(f"step {self.position.step:,}: held-out bits per byte {overall:.4f}", highlight=False)
         return report
 
     def _overall_rows(self) -> list[dict[str, Any]]:

@@ -73,9 +73,7 @@ def make_plan(
         return set(range(stride, steps, stride))
 
     scores = (every(train.eval_every_tokens) if train.eval_every_tokens else set()) | {steps}
-    pins = {
-        math.ceil(fraction * steps): f"at-{100 * fraction:g}-percent" for fraction in checkpoint.pin_fractions
-    }
+    pins = {math.ceil(fraction * steps): f"at-{100 * fraction:g}-percent" for fraction in checkpoint.pin_fractions}
     return Plan(
         steps=steps,
         batch_tokens=train.batch_tokens,

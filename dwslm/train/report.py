@@ -102,9 +102,7 @@ def data_table(description: Mapping[str, Any]) -> Table:
     for phase in [*description["phases"], {"start": None, "sources": description["sources"]}]:
         label = "all" if phase["start"] is None else f"from {phase['start']:.0%}"
         for name, row in phase["sources"].items():
-            table.add_row(
-                label, Text(name), f"{row['share']:.2%}", count(row["tokens"]), f"{row['epochs']:.2f}"
-            )
+            table.add_row(label, Text(name), f"{row['share']:.2%}", count(row["tokens"]), f"{row['epochs']:.2f}")
             label = ""
     return table
 
@@ -163,6 +161,4 @@ class TrainProgress:
         tokens = f"{count(row['tokens'])} of {count(self.plan.tokens)} tokens"
         self.bar.update(self.task, completed=step, tokens=tokens, figures=figures, seconds_left=left)
         if not self.console.is_terminal:
-            self.console.print(
-                f"step {step:,}: {tokens}, {figures}, {left / 60:.1f} min left", highlight=False
-            )
+            self.console.print(f"step {step:,}: {tokens}, {figures}, {left / 60:.1f} min left", highlight=False)

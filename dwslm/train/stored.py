@@ -136,18 +136,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     sync(path)
 
 
-def write_manifest(
-    folder: Path, step: int, sequence: int, model: Mapping[str, Tensor], world: int
-) -> dict[str, Any]:
+def write_manifest(folder: Path, step: int, sequence: int, model: Mapping[str, Tensor], world: int) -> dict[str, Any]:
     """Vouches for every file that is in `folder` now; the last file of a checkpoint. Returns what it wrote.
 
     `sequence` is the order of saving, which differs from the order of steps once a run went back to an
     older one.
     """
-    files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(folder.iterdir())
-    }
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
     shapes = {
         name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
         for name, tensor in model.items()

@@ -73,9 +73,7 @@ def test_concatenate_by_hand() -> None:
 def test_concatenate_leaves_a_single_slot_and_the_last_segment_to_padding() -> None:
     _, _, length, row = concatenate(np.array([4, 2]), 6, 4)  # one slot is left after [eod 4]
     assert (length.tolist(), row.tolist()) == ([4, 2], [0, 1])
-    _, _, length, row = concatenate(
-        np.array([1, 1, 1]), 8, 3
-    )  # a third segment would leave no place for padding
+    _, _, length, row = concatenate(np.array([1, 1, 1]), 8, 3)  # a third segment would leave no place for padding
     assert (length.tolist(), row.tolist()) == ([1, 1, 1], [0, 0, 1])
     _, _, length, row = concatenate(np.array([1, 1, 5]), 8, 3)  # but one that fills the row may be the third
     assert (length.tolist(), row.tolist()) == ([1, 1, 3, 2], [0, 0, 0, 1])

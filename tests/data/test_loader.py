@@ -23,9 +23,7 @@ def text() -> Dataset:
 
 def stream(text: Dataset) -> RowStream:
     packing = PackingSettings(context=16, segments_per_row=4, window_tokens=100)
-    return RowStream(
-        text, packing=packing, mixture=MixtureSettings(), seed=1, planned_tokens=9999, cache_dir=None
-    )
+    return RowStream(text, packing=packing, mixture=MixtureSettings(), seed=1, planned_tokens=9999, cache_dir=None)
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +82,7 @@ def test_a_position_is_all_it_takes_to_go_on(text: Dataset) -> None:
 def test_ranks_share_the_same_global_batches(text: Dataset, world: int, grad_accum: int) -> None:
     one = serve(text, 4, first_row=0, rows=2, grad_accum=4)
     ranks = [
-        serve(text, 4, first_row=0, rows=2, grad_accum=grad_accum, rank=rank, world=world)
-        for rank in range(world)
+        serve(text, 4, first_row=0, rows=2, grad_accum=grad_accum, rank=rank, world=world) for rank in range(world)
     ]
     assert torch.equal(torch.cat([tokens(batches) for batches in ranks], dim=1), tokens(one))
     for batches in ranks:

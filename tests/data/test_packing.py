@@ -55,9 +55,7 @@ def test_every_token_once_an_epoch(
 
 
 @given(documents(), FILLS, st.integers(40, 90))
-def test_epochs_follow_each_other_whatever_the_window(
-    docs: list[tuple[str, int]], fill: str, window: int
-) -> None:
+def test_epochs_follow_each_other_whatever_the_window(docs: list[tuple[str, int]], fill: str, window: int) -> None:
     # Stop at any window: a source is then somewhere in one epoch, so its tokens were seen n or n + 1 times.
     text = dataset(docs)
     rows = stream(text, replace(SMALL, fill=fill, window_tokens=window))
@@ -246,9 +244,7 @@ def test_shards_on_disk(tmp_path: Path) -> None:
     rows.count_rows(1)
     batch = rows.batch(0, int(rows._index.starts[1]))
     found: dict[int, dict[int, int]] = {doc: {} for doc in range(50)}
-    for begin, end, doc, start in zip(
-        batch.cu_seqlens, batch.cu_seqlens[1:], batch.docs, batch.starts, strict=False
-    ):
+    for begin, end, doc, start in zip(batch.cu_seqlens, batch.cu_seqlens[1:], batch.docs, batch.starts, strict=False):
         if doc >= 0:
             assert batch.tokens[begin] == 99
             found[doc].update(enumerate(batch.tokens[begin + 1 : end].tolist(), int(start)))

@@ -122,9 +122,7 @@ def test_describe_agrees_with_what_is_served(mixed: Dataset, fill: str) -> None:
     batch = rows.batch(0, 1000)
     assert told["padding_share"] == pytest.approx(batch.padding / 32_000, abs=0.02)
     assert 0 <= told["padding_share_unlimited"] <= told["padding_share"]
-    assert told["segments_per_row_mean"] == pytest.approx(
-        (np.diff(batch.cu_seqlens) > 0).sum() / 1000, rel=0.05
-    )
+    assert told["segments_per_row_mean"] == pytest.approx((np.diff(batch.cu_seqlens) > 0).sum() / 1000, rel=0.05)
     assert told["segments_per_row_max"] <= told["segments_per_row_limit"] == 4
     text = 32_000 - batch.padding - batch.segments
     for source, share in shares(mixed, batch).items():

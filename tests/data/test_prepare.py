@@ -134,10 +134,7 @@ def test_licences_go_into_the_manifest(tmp_path, text):
     files = {"MIT": str(tmp_path / "MIT.txt")}
     prepare(settings(tmp_path / "out", text, fields=fields, licence_files=files))
     licences = open_dataset(tmp_path / "out" / "train").manifest["licences"]
-    assert (
-        licences["MIT"]["text"] == "Permission is hereby granted"
-        and licences["public-domain"]["text"] is None
-    )
+    assert licences["MIT"]["text"] == "Permission is hereby granted" and licences["public-domain"]["text"] is None
     assert licences["MIT"]["documents"] == sum(record["license"] == "MIT" for record in records(300))
 
 
@@ -161,9 +158,7 @@ def test_a_bad_line_stops_or_is_listed(tmp_path, text):
 
 def test_an_id_used_twice_names_both_places(tmp_path, text):
     double = write_jsonl(tmp_path / "double.jsonl", [*records(30, "v")[:3], records(300)[17]])
-    with pytest.raises(
-        ValueError, match=r"double\.jsonl:4: id 't17' is already taken by .*train\.jsonl\.gz:18"
-    ):
+    with pytest.raises(ValueError, match=r"double\.jsonl:4: id 't17' is already taken by .*train\.jsonl\.gz:18"):
         prepare(settings(tmp_path / "out", (text[0], double)))
     summary = prepare(settings(tmp_path / "out", (text[0], double), skip_bad=1))
     assert summary["valid"]["documents"] == 3 and len(summary["bad"]) == 1
@@ -184,9 +179,7 @@ def test_complete_other_settings_overwrite(tmp_path, text):
     assert not prepare(settings(out, text))["already_complete"]
     before = contents(out)
     assert prepare(settings(out, text))["already_complete"]
-    with pytest.raises(
-        ValueError, match=r"made otherwise \(settings\.vocab_size: 300 there, 310 now\); set overwrite"
-    ):
+    with pytest.raises(ValueError, match=r"made otherwise \(settings\.vocab_size: 300 there, 310 now\); set overwrite"):
         prepare(settings(out, text, vocab_size=310))
     with pytest.raises(ValueError, match="only gives"):  # the old one stays until the new one is whole
         prepare(settings(out, text, vocab_size=9000, overwrite=True))
@@ -260,29 +253,32 @@ def test_settings_that_cannot_be(changes, message):
 # ----------------------------------------------------------------------------------- kills and full disks
 
 # Runs prepare and kills itself with SIGKILL just before the n-th time that a file is opened, renamed or
-# removed in the folder of `out`; says how often that was if it gets through.
+# removed in the folder of `out`. If it gets through, it says how often that was, and at which times a folder was
+# given another name.
 CHILD = """
 import os, resource, signal, sys
 from dwslm.data.prepare import prepare
 from dwslm.data.prepare_settings import PrepareSettings
 out, train, valid, vocab_size, shard_tokens, deadline = sys.argv[1:]
-count = 0
+count, renames = 0, []
 def watch(event, args):
     global count
     watched = ("open", "os.rename", "os.remove", "os.mkdir", "shutil.rmtree")
     if event in watched and str(args[0]).startswith(os.path.dirname(out)):
         count += 1
+        if event == "os.rename" and args[0] in (out, out + ".partial"):
+            renames.append(count)
         if count == int(deadline):
             os.kill(os.getpid(), signal.SIGKILL)
 sys.addaudithook(watch)
 given = {"train": [train], "valid": [valid], "vocab_size": int(vocab_size), "shard_tokens": int(shard_tokens)}
 prepare(PrepareSettings(out=out, overwrite=True, **given))
-print(count)
+print(count, *renames)
 """
 
 
 def run(out, text, vocab_size=300, kill_at=0, shard_tokens=1500, before=""):
-    code = CHILD.replace("count = 0", f"{before}\ncount = 0", 1)
+    code = CHILD.replace("count, renames", f"{before}\ncount, renames", 1)
     command = [sys.executable, "-c", code, str(out), *text, str(vocab_size), str(shard_tokens), str(kill_at)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -291,7 +287,7 @@ def run(out, text, vocab_size=300, kill_at=0, shard_tokens=1500, before=""):
 def test_killed_at_any_instant_and_run_again(tmp_path, text):
     whole = run(tmp_path / "whole", text)
     assert whole.returncode == 0, whole.stderr
-    instants = int(whole.stdout)
+    instants = int(whole.stdout.split()[0])
     assert instants > 30
     draw = random.Random(0)
     for trial in range(8):
@@ -314,20 +310,20 @@ def test_killed_while_replacing_an_older_dataset(tmp_path, text):
     assert run(old, text).returncode == 0 and run(new, text, vocab_size=310).returncode == 0
     out = tmp_path / "out"
     run(out, text)
-    instants = int(run(out, text, vocab_size=310).stdout)
-    states = set()
-    for before_the_end in (*range(5), 20):
+    instants, away, into_place = map(int, run(out, text, vocab_size=310).stdout.split())
+    states = []
+    for kill_at in (instants // 2, away, into_place, into_place + 1):
         assert run(out, text).returncode == 0
-        killed = run(out, text, vocab_size=310, kill_at=instants - before_the_end)
+        killed = run(out, text, vocab_size=310, kill_at=kill_at)
         assert killed.returncode == -signal.SIGKILL
         there = out if out.exists() else tmp_path / ".out.replaced"
-        assert contents(there) in (contents(old), contents(new)), before_the_end
-        states.add((out.exists(), contents(there) == contents(new)))
+        assert contents(there) in (contents(old), contents(new))
+        states.append((out.exists(), contents(there) == contents(new)))
         assert run(out, text, vocab_size=310).returncode == 0
         assert contents(out) == contents(new)
         assert neighbours(out) == ["out"]
     # Killed before, between and after the two renames.
-    assert states == {(True, False), (False, False), (True, True)}
+    assert states == [(True, False), (True, False), (False, False), (True, True)]
 
 
 def test_no_room_on_the_disk(tmp_path, text):
@@ -337,9 +333,7 @@ def test_no_room_on_the_disk(tmp_path, text):
     limit = (tmp_path / "whole" / "train" / "00000.bin").stat().st_size - 1000
     assert limit > (tmp_path / "whole" / "tokenizer.json").stat().st_size
     out = tmp_path / "out"
-    failed = run(
-        out, big, shard_tokens=20_000, before=f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, -1))"
-    )
+    failed = run(out, big, shard_tokens=20_000, before=f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, -1))")
     assert failed.returncode == 1
     message = failed.stderr.strip().splitlines()[-1]
     assert message.startswith(f"OSError: {out}: File too large; make room and run the same command again")

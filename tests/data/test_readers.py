@@ -109,9 +109,7 @@ def test_folder_of_shards_in_the_order_of_their_paths(tmp_path):
 
 def test_datasets_library_local_folder(tmp_path):
     datasets = pytest.importorskip("datasets")
-    write(
-        tmp_path / "files" / "train.jsonl", lines([{**record, "id": str(record["id"])} for record in RECORDS])
-    )
+    write(tmp_path / "files" / "train.jsonl", lines([{**record, "id": str(record["id"])} for record in RECORDS]))
     documents = list(read_documents([DatasetSource(str(tmp_path / "files"))], FIELDS))
     assert [d.id for d in documents] == ["a", "7", "c"]
     assert documents[1].place == f"{tmp_path / 'files'}[train]:row 2"

@@ -9,9 +9,7 @@ from dwslm.data.shards import open_dataset
 
 
 def writer(path, **settings):
-    return ShardWriter(
-        path, **{"vocab_size": 300, "eod": 299, "tokenizer_hash": "t", "shard_tokens": 3, **settings}
-    )
+    return ShardWriter(path, **{"vocab_size": 300, "eod": 299, "tokenizer_hash": "t", "shard_tokens": 3, **settings})
 
 
 def add(to, number):
@@ -109,9 +107,7 @@ def test_a_finished_dataset_is_not_written_over(tmp_path, straight):
         writer(tmp_path / "copy")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"), [({"eod": 300}, "eod=300"), ({"shard_tokens": 0}, "shard_tokens=0")]
-)
+@pytest.mark.parametrize(("settings", "message"), [({"eod": 300}, "eod=300"), ({"shard_tokens": 0}, "shard_tokens=0")])
 def test_settings_out_of_range(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         writer(tmp_path / "data", **settings)

@@ -16,9 +16,7 @@ DOCUMENTS = [  # source, language, tokens, bytes
 
 
 def write(path, documents=DOCUMENTS, shard_tokens=4, vocab_size=65536):
-    writer = ShardWriter(
-        path, vocab_size=vocab_size, eod=0, tokenizer_hash="ab" * 32, shard_tokens=shard_tokens
-    )
+    writer = ShardWriter(path, vocab_size=vocab_size, eod=0, tokenizer_hash="ab" * 32, shard_tokens=shard_tokens)
     for number, (source, language, tokens, text_bytes) in enumerate(documents):
         writer.add(
             np.array(tokens, np.uint32),
@@ -179,9 +177,7 @@ def test_manifest_cut_short(dataset):
 
 def test_another_tokenizer(dataset, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(
-        ValueError, match=r"data was not made with .*tokenizer\.json: it needs .* abababababab"
-    ):
+    with pytest.raises(ValueError, match=r"data was not made with .*tokenizer\.json: it needs .* abababababab"):
         check_tokenizer(open_dataset(dataset), tmp_path / "tokenizer.json")
     with pytest.raises(FileNotFoundError, match=r"gone\.json: no such tokenizer"):
         check_tokenizer(open_dataset(dataset), tmp_path / "gone.json")

@@ -78,10 +78,7 @@ def test_same_text_same_file_in_another_process(tmp_path):
     for name in ("one.json", "two.json"):
         subprocess.run([sys.executable, "-c", code, str(tmp_path / name)], check=True)
         assert (tmp_path / name).read_bytes() == (tmp_path / "here.json").read_bytes()
-    assert (
-        tokenizer_hash(tmp_path / "one.json")
-        == hashlib.sha256((tmp_path / "here.json").read_bytes()).hexdigest()
-    )
+    assert tokenizer_hash(tmp_path / "one.json") == hashlib.sha256((tmp_path / "here.json").read_bytes()).hexdigest()
 
 
 def test_a_loaded_tokenizer_encodes_alike(tmp_path):

@@ -107,9 +107,7 @@ def test_no_document_is_long_enough(make_dataset, make_doc):
 
     report = score_bands({"plain": never}, dataset, TOKEN_BYTES, BANDS)
     assert report.rows == []
-    assert render(report).strip() == (
-        "No position bands: no document has more than 4 tokens (the longest has 4)"
-    )
+    assert render(report).strip() == ("No position bands: no document has more than 4 tokens (the longest has 4)")
     assert BandReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
 
 

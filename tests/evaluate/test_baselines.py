@@ -70,9 +70,7 @@ def test_texts_come_back_exactly(dataset, tokenizer):
 def test_spellings_hold_every_byte_once(tokenizer):
     spellings = token_spellings(tokenizer)
     assert spellings[eod_id(tokenizer)] == b""
-    assert sorted(spelling for spelling in spellings if len(spelling) == 1) == [
-        bytes([b]) for b in range(256)
-    ]
+    assert sorted(spelling for spelling in spellings if len(spelling) == 1) == [bytes([b]) for b in range(256)]
 
 
 def test_texts_of_another_tokenizer(dataset, tokenizer):

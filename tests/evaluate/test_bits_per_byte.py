@@ -205,9 +205,7 @@ def test_text_file(tmp_path, tokenizer):
 
 def test_text_file_that_can_not_be_scored(tmp_path, tokenizer):
     def attempt(path):
-        return score_text(
-            uniform, path, tokenizer, EvalSettings(), eod=eod_id(tokenizer), training_context=16
-        )
+        return score_text(uniform, path, tokenizer, EvalSettings(), eod=eod_id(tokenizer), training_context=16)
 
     (tmp_path / "empty.txt").write_bytes(b"")
     with pytest.raises(ValueError, match=r"empty\.txt is empty"):
@@ -226,6 +224,4 @@ def test_text_through_a_tokenizer_that_changes_it(tmp_path, tokenizer):
     lossy.normalizer = normalizers.StripAccents()
     (tmp_path / "accents.txt").write_text("o\u0301ne", encoding="utf-8")
     with pytest.raises(ValueError, match=r"accents\.txt: its 5 bytes became tokens of 3 bytes"):
-        score_text(
-            uniform, tmp_path / "accents.txt", lossy, EvalSettings(), eod=eod_id(lossy), training_context=16
-        )
+        score_text(uniform, tmp_path / "accents.txt", lossy, EvalSettings(), eod=eod_id(lossy), training_context=16)

@@ -110,9 +110,7 @@ def test_tables_as_plain_text():
     Console(file=out, width=120).print(tables(report))
     lines = out.getvalue().splitlines()
     assert "\x1b" not in out.getvalue()
-    assert any(
-        "books" in line and "2.0000" in line and "30,000" in line and "9,000" in line for line in lines
-    )
+    assert any("books" in line and "2.0000" in line and "30,000" in line and "9,000" in line for line in lines)
     assert any("[code]" in line and "fr" in line and "1.0000 *" in line for line in lines)
     assert any("* less than 20 kB of text" in line for line in lines)
     assert any("scored 2 of 7 documents" in line for line in lines)

@@ -64,9 +64,7 @@ def test_changing_one_document_changes_no_other_output_and_no_other_gradient(arm
     nats, gradient = others(tokens)
     nats_changed, gradient_changed = others(changed)
     assert torch.equal(nats, nats_changed)
-    assert torch.equal(gradient[:10], gradient_changed[:10]) and torch.equal(
-        gradient[32:], gradient_changed[32:]
-    )
+    assert torch.equal(gradient[:10], gradient_changed[:10]) and torch.equal(gradient[32:], gradient_changed[32:])
     assert gradient[10:32].abs().max() == 0
 
 

@@ -37,9 +37,7 @@ def test_engine_meets_the_recurrence(gate, offsets):
     torch.manual_seed(len(offsets))
     total, cu = offsets[-1], boundaries(offsets)
     inputs, weight = draw(total, gate), torch.randn(total, HEADS, VALUE)
-    got = output_and_gradients(
-        lambda *x: delta_rule(*x, segments(cu, total, total), scale=0.2), inputs, weight
-    )
+    got = output_and_gradients(lambda *x: delta_rule(*x, segments(cu, total, total), scale=0.2), inputs, weight)
     want = output_and_gradients(
         lambda *x: delta_rule_reference(*x, cu, scale=0.2), [x.double() for x in inputs], weight.double()
     )
@@ -69,9 +67,7 @@ def test_a_broadcast_gate_is_gated_deltanet():
     state, want = torch.zeros(HEADS, VALUE, KEY), []
     for t in range(50):
         keep = torch.eye(KEY) - beta[t][:, None, None] * k[t][:, :, None] * k[t][:, None, :]
-        state = (
-            a[t][:, None, None] * state @ keep + beta[t][:, None, None] * v[t][:, :, None] * k[t][:, None, :]
-        )
+        state = a[t][:, None, None] * state @ keep + beta[t][:, None, None] * v[t][:, :, None] * k[t][:, None, :]
         want.append(torch.einsum("hvk,hk->hv", state, q[t]))
     got = delta_rule(
         q,
@@ -98,9 +94,7 @@ def test_later_tokens_change_nothing_before_them():
 
 def test_bfloat16_values_give_bfloat16_outputs():
     inputs = draw(64, "typical")
-    out = delta_rule(
-        *[x.bfloat16() for x in inputs[:3]], *inputs[3:], segments(boundaries([0, 64]), 64, 64), scale=1.0
-    )
+    out = delta_rule(*[x.bfloat16() for x in inputs[:3]], *inputs[3:], segments(boundaries([0, 64]), 64, 64), scale=1.0)
     assert out.dtype == torch.bfloat16
 
 

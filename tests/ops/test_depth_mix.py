@@ -16,9 +16,7 @@ def test_meets_the_reference(sources):
         return depth_mix(list(x[:-2]), [inverse_rms(v, 1e-6) for v in x[:-2]], x[-2], x[-1])
 
     got = output_and_gradients(engine, inputs, weight)
-    want = output_and_gradients(
-        lambda *x: depth_mix_reference(list(x[:-2]), x[-2], x[-1], 1e-6), inputs, weight
-    )
+    want = output_and_gradients(lambda *x: depth_mix_reference(list(x[:-2]), x[-2], x[-1], 1e-6), inputs, weight)
     for g, w in zip(got, want, strict=True):
         assert (g - w).norm() < 1e-5 * max(1.0, w.norm())
 

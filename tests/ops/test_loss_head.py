@@ -20,9 +20,7 @@ def draw(dtype: torch.dtype = torch.float32, size: float = 1.0):
 @pytest.mark.parametrize("size", [0.1, 1.0, 30.0])
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_value_and_gradients_meet_the_reference(size, chunk, monkeypatch):
-    monkeypatch.setattr(
-        chunked, "_chunks", lambda h, w: [slice(i, i + chunk) for i in range(0, len(h), chunk)]
-    )
+    monkeypatch.setattr(chunked, "_chunks", lambda h, w: [slice(i, i + chunk) for i in range(0, len(h), chunk)])
     hidden, weight, targets = draw(size=size)
     want = token_nats_reference(hidden, weight, targets, 20.0, IGNORE)
     want_grads = torch.autograd.grad(want.sum() / 86, (hidden, weight))

@@ -50,9 +50,7 @@ def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, n
     }
 
 
-def optimizer(
-    params: dict[str, nn.Parameter], settings: OptimSettings | None = None, **arguments: Any
-) -> Optimizer:
+def optimizer(params: dict[str, nn.Parameter], settings: OptimSettings | None = None, **arguments: Any) -> Optimizer:
     return Optimizer(params, ROLES, settings or OptimSettings(), lr=0.02, **arguments)
 
 

@@ -65,9 +65,7 @@ def test_singular_values_follow_the_scalar_polynomials(coefficients: str) -> Non
             x = a * x + b * x**3 + c * x**5
         expected.append(x)
     result = newton_schulz((u * torch.tensor(values)) @ vt, coefficients, torch.float64)
-    torch.testing.assert_close(
-        result, (u * torch.tensor(expected, dtype=torch.float64)) @ vt, rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(result, (u * torch.tensor(expected, dtype=torch.float64)) @ vt, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])

@@ -116,9 +116,7 @@ def test_rates_of_the_groups() -> None:
     moved = {name: (weight - before[name]).abs() for name, weight in opt.weights().items()}
     for name in ("embedding", "gain", "convolution", "scale"):
         torch.testing.assert_close(moved[name], torch.full_like(moved[name], 0.003), rtol=1e-3, atol=1e-6)
-    torch.testing.assert_close(
-        moved["values"], torch.full_like(moved["values"], 0.0015), rtol=1e-3, atol=1e-6
-    )
+    torch.testing.assert_close(moved["values"], torch.full_like(moved["values"], 0.0015), rtol=1e-3, atol=1e-6)
     assert moved["head"].norm() / before["head"].norm() == pytest.approx(0.013, rel=0.01)
     assert moved["out"].norm() / before["out"].norm() == pytest.approx(0.013, rel=0.01)
 
@@ -187,9 +185,7 @@ def test_zero_gradient_is_no_step() -> None:
     assert_equal(before, opt.weights())
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"), [("qkv/k", slice(8, 12)), ("out", slice(0, 8)), ("head", slice(0, 20))]
-)
+@pytest.mark.parametrize(("name", "rows"), [("qkv/k", slice(8, 12)), ("out", slice(0, 8)), ("head", slice(0, 20))])
 def test_matrix_of_norm_zero_is_refused_by_name(name: str, rows: slice) -> None:
     params = parameters()
     with torch.no_grad():

@@ -69,9 +69,7 @@ def test_state_names_and_copies() -> None:
     opt = optimizer(parameters())
     state = opt.state()
     expected = {"step", "skipped", "head.radius"}
-    expected |= {
-        f"{n}.{kind}" for n in ("qkv/q", "qkv/k", "qkv/v", "out", "up") for kind in ("momentum", "radius")
-    }
+    expected |= {f"{n}.{kind}" for n in ("qkv/q", "qkv/k", "qkv/v", "out", "up") for kind in ("momentum", "radius")}
     adam = ("qkv/beta", "embedding", "gain", "convolution", "values", "scale", "head")
     expected |= {f"{name}.{kind}" for name in adam for kind in ("exp_avg", "exp_avg_sq")}
     assert state.keys() == expected

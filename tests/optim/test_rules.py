@@ -45,15 +45,11 @@ def test_step_has_length_rate_times_radius_before_projection(value: float) -> No
     for w, w0, u in zip(weight, before, direction, strict=True):
         # w c = w0 - s u_hat, two unknowns; least squares over all entries
         unit = u / u.norm()
-        solution = torch.linalg.lstsq(
-            torch.stack([w.flatten(), unit.flatten()], dim=1), w0.flatten()[:, None]
-        ).solution
+        solution = torch.linalg.lstsq(torch.stack([w.flatten(), unit.flatten()], dim=1), w0.flatten()[:, None]).solution
         torch.testing.assert_close(solution[1].item() / w0.norm().item(), value, rtol=1e-9, atol=0)
 
 
-def reference_muonh(
-    weight: Tensor, gradients: list[Tensor], lr: float, mu: float
-) -> Tensor:  # float64, one matrix
+def reference_muonh(weight: Tensor, gradients: list[Tensor], lr: float, mu: float) -> Tensor:  # float64, one matrix
     radius, momentum = weight.norm(), torch.zeros_like(weight)
     for gradient in gradients:
         momentum = mu * momentum + gradient
@@ -66,9 +62,7 @@ def reference_muonh(
 def test_muonh_against_float64() -> None:
     weight = torch.randn(2, 12, 20)
     gradients = [torch.randn(2, 12, 20) for _ in range(10)]
-    expected = [
-        reference_muonh(weight[i].double(), [g[i].double() for g in gradients], 0.02, 0.95) for i in range(2)
-    ]
+    expected = [reference_muonh(weight[i].double(), [g[i].double() for g in gradients], 0.02, 0.95) for i in range(2)]
     momentum, radius = torch.zeros_like(weight), frobenius(weight).flatten()
     for gradient in gradients:
         weight, momentum = muonh(weight, momentum, gradient, radius, rate(0.02), YES, newton_schulz, mu=0.95)
@@ -83,9 +77,7 @@ def test_muonh_ignores_the_gradient_scale() -> None:
         momentum, radius = torch.zeros_like(weight), frobenius(weight).flatten()
         for _ in range(5):
             gradient = torch.randn(1, 12, 20, generator=generator) * scale
-            weight, momentum = muonh(
-                weight, momentum, gradient, radius, rate(0.05), YES, newton_schulz, mu=0.95
-            )
+            weight, momentum = muonh(weight, momentum, gradient, radius, rate(0.05), YES, newton_schulz, mu=0.95)
         results.append(weight)
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(results[2], results[1], rtol=1e-4, atol=1e-5)
@@ -99,9 +91,7 @@ def test_muon_against_float64(shape: tuple[int, int]) -> None:
     tall = max(1.0, shape[0] / shape[1]) ** 0.5
     for _ in range(10):
         gradient = torch.randn(1, *shape)
-        weight, momentum = muon(
-            weight, momentum, gradient, rate(0.02), YES, newton_schulz, mu=0.9, weight_decay=0.1
-        )
+        weight, momentum = muon(weight, momentum, gradient, rate(0.02), YES, newton_schulz, mu=0.9, weight_decay=0.1)
         momentum64 = 0.9 * momentum64 + gradient[0].double()
         u = newton_schulz(gradient[0].double() + 0.9 * momentum64, dtype=torch.float64)
         expected = (1 - 0.02 * 0.1) * expected - 0.02 * tall * u

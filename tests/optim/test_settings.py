@@ -55,8 +55,6 @@ def test_every_setting_is_documented() -> None:
     documented = {
         field.target.id
         for field, text in zip(cls.body, cls.body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
     }
     assert documented == {field.name for field in dataclasses.fields(OptimSettings)}

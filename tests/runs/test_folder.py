@@ -149,9 +149,7 @@ def test_attempts_count_the_files_of_both_kinds(tmp_path: Path) -> None:
 
 
 def test_runs_imports_no_torch() -> None:
-    code = (
-        "import sys, dwslm.runs.folder, dwslm.runs.writer, dwslm.runs.reader; print('torch' in sys.modules)"
-    )
+    code = "import sys, dwslm.runs.folder, dwslm.runs.writer, dwslm.runs.reader; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert out.stdout.strip() == "False"
 

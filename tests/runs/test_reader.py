@@ -132,9 +132,7 @@ def test_damage_in_the_middle_is_counted(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_no_metric_rows_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "metrics-1.jsonl").write_text(
-        '{"attempt": 1, "step": "x"}\n{"loss": 1}\n{"attempt": 1, "step": 1}\n'
-    )
+    (tmp_path / "metrics-1.jsonl").write_text('{"attempt": 1, "step": "x"}\n{"loss": 1}\n{"attempt": 1, "step": 1}\n')
     assert [row["step"] for row in metrics(tmp_path)] == [1]
     (tmp_path / "metrics-draft.jsonl").write_text("not ours\n")
     assert len(metrics(tmp_path)) == 1
@@ -153,9 +151,7 @@ def test_every_cut_of_a_file_gives_whole_rows(tmp_path: Path) -> None:
 
 def test_non_finite_numbers_survive(tmp_path: Path) -> None:
     with RunWriter(tmp_path, 1) as writer:
-        writer.metrics(
-            {"step": 1, "tokens": 1, "loss": math.nan, "parts": {"a": [math.inf, -math.inf, "NaNcy"]}}
-        )
+        writer.metrics({"step": 1, "tokens": 1, "loss": math.nan, "parts": {"a": [math.inf, -math.inf, "NaNcy"]}})
         writer.event("skip", loss=math.inf)
     row = metrics(tmp_path)[0]
     assert math.isnan(row["loss"])
@@ -247,9 +243,7 @@ def test_kill_nine_at_random_instants_loses_no_acknowledged_row(tmp_path: Path) 
         assert child.stdout and child.stdout.readline()
         time.sleep(rng.random() * 0.05)
         os.kill(child.pid, signal.SIGKILL)
-        said = [
-            int(line) for line in child.communicate()[0].splitlines(keepends=True) if line.endswith(b"\n")
-        ]
+        said = [int(line) for line in child.communicate()[0].splitlines(keepends=True) if line.endswith(b"\n")]
         rows, damaged = read_rows(tmp_path / f"metrics-{number}.jsonl")
         assert damaged == 0
         steps = [row["step"] for row in rows]

@@ -87,9 +87,7 @@ def test_a_row_is_one_write_and_syncs_are_few(tmp_path: Path, monkeypatch: pytes
         time.mono = 50.0 + second
         writer.metrics({"step": second, "tokens": second, "text": "x" * 100_000})
         assert len(writes) == second and writes[-1].endswith(b"\n") and writes[-1].count(b"\n") == 1
-        assert (
-            (tmp_path / "metrics-1.jsonl").read_bytes().endswith(writes[-1])
-        )  # in the kernel, not in a buffer
+        assert (tmp_path / "metrics-1.jsonl").read_bytes().endswith(writes[-1])  # in the kernel, not in a buffer
     assert syncs == [80.0, 110.0]  # every 30 s
     writer.event("pin")
     assert syncs == [80.0, 110.0, 120.0]  # at once

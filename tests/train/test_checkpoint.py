@@ -333,9 +333,7 @@ ACTION = st.one_of(
 
 @given(st.lists(ACTION, min_size=1, max_size=14))
 @settings(max_examples=40)
-def test_any_sequence_keeps_every_pin_and_the_last(
-    tmp_path_factory: pytest.TempPathFactory, acts: list
-) -> None:
+def test_any_sequence_keeps_every_pin_and_the_last(tmp_path_factory: pytest.TempPathFactory, acts: list) -> None:
     root = tmp_path_factory.mktemp("checkpoints")
     there: dict[int, int] = {}  # step -> turn, in the order of saving
     pinned: dict[int, set[str]] = {}

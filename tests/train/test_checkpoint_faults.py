@@ -45,11 +45,7 @@ def check_survivor(folder: Path) -> None:
         assert checkpoint.pins(root)[step] == list(PINNED[step])
     # The next attempt cleans up, and its save works.
     clean(root)
-    assert (
-        not [name for name in os.listdir(root) if name.startswith(("tmp-", "replaced-"))]
-        if root.exists()
-        else True
-    )
+    assert not [name for name in os.listdir(root) if name.startswith(("tmp-", "replaced-"))] if root.exists() else True
     put(root, 1000, turn=3)
     retain(root, 1)
     assert steps(root)[0] == 1000 and set(steps(root)[1:]) <= set(PINNED)
@@ -202,14 +198,10 @@ def test_a_disk_that_is_really_full(small_disk: Path, monkeypatch: pytest.Monkey
     root = small_disk / "checkpoints"
     put(root, 10)
     large = {"w": torch.zeros(2_000_000)}
-    with pytest.raises(
-        OSError, match=r"step-00000020: 12 MB needed, 6 MB free; older checkpoints are"
-    ) as caught:
+    with pytest.raises(OSError, match=r"step-00000020: 12 MB needed, 6 MB free; older checkpoints are") as caught:
         save(root, 20, large, {}, {})
     assert caught.value.errno == errno.ENOSPC
-    monkeypatch.setattr(
-        checkpoint, "_check_space", lambda folder, needed: None
-    )  # another process took the room
+    monkeypatch.setattr(checkpoint, "_check_space", lambda folder, needed: None)  # another process took the room
     with pytest.raises(OSError, match=r"step-00000020: model.safetensors: .*No space left") as caught:
         save(root, 20, large, {}, {}, pins=("phase",))
     assert caught.value.errno == errno.ENOSPC
@@ -218,9 +210,7 @@ def test_a_disk_that_is_really_full(small_disk: Path, monkeypatch: pytest.Monkey
     put(root, 20)
 
 
-def test_too_little_room_is_told_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, 10)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=5_000_000))

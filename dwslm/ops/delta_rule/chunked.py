@@ -99,12 +99,8 @@ def _pair_products(left: Tensor, right: Tensor, gsum: Tensor) -> Tensor:
     while size < CHUNK:
         g = gsum.unflatten(-2, (-1, 2, size))
         border = g[..., :1, -1:, :]
-        later = (
-            left.unflatten(-2, (-1, 2, size))[..., 1, :, :] * (g[..., 1, :, :] - border[..., 0, :, :]).exp()
-        )
-        earlier = (
-            right.unflatten(-2, (-1, 2, size))[..., 0, :, :] * (border[..., 0, :, :] - g[..., 0, :, :]).exp()
-        )
+        later = left.unflatten(-2, (-1, 2, size))[..., 1, :, :] * (g[..., 1, :, :] - border[..., 0, :, :]).exp()
+        earlier = right.unflatten(-2, (-1, 2, size))[..., 0, :, :] * (border[..., 0, :, :] - g[..., 0, :, :]).exp()
         across = later @ earlier.transpose(-1, -2)
         first, second = products[..., 0::2, :, :], products[..., 1::2, :, :]
         products = torch.cat([F.pad(first, (0, size)), torch.cat([across, second], dim=-1)], dim=-2)

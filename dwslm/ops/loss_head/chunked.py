@@ -35,7 +35,7 @@ def token_nats(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float, 
 
 class _TotalNats(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, softcap, ignore):  # type: ignore[no-untyped-def,override]
+    def forward(ctx, hidden, weight, targets, softcap, ignore):  # type: ignore[no-untyped-def]
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         total = hidden.new_zeros((), dtype=torch.float32)
         d_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -60,16 +60,14 @@ class _TotalNats(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def,override]
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
         d_hidden, d_weight = ctx.saved_tensors
         d_hidden = None if d_hidden is None else (d_hidden * grad).to(d_hidden.dtype)
         d_weight = None if d_weight is None else (d_weight * grad).to(ctx.weight_dtype)
         return d_hidden, d_weight, None, None, None
 
 
-def _capped(
-    logits: Tensor, targets: Tensor, softcap: float, ignore: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _capped(logits: Tensor, targets: Tensor, softcap: float, ignore: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """tanh(logits / softcap) in float32, the sum of exp(softcap * (tanh - 1)) by row, which rows count, tanh at the target."""
     z = logits.float().div_(softcap).tanh_()
     normaliser = (z * softcap).sub_(softcap).exp_().sum(-1, keepdim=True)

@@ -28,19 +28,17 @@ def scaled_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a [n, k] times b^T for b [m, k]: both are quantised by rows, products summed in float32, result [n, m] in `dtype`."""
     a8, a_scale = quantize_rows(a)
     b8, b_scale = quantize_rows(b)
-    return F.scaled_mm(
-        a8, b8.t(), a_scale, ScalingType.RowWise, b_scale.t(), ScalingType.RowWise, output_dtype=dtype
-    )
+    return F.scaled_mm(a8, b8.t(), a_scale, ScalingType.RowWise, b_scale.t(), ScalingType.RowWise, output_dtype=dtype)
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def,override]
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight)
         return scaled_product(x, weight, x.dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def,override]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
         dx = scaled_product(grad, weight.t().contiguous(), x.dtype)
         dw = scaled_product(grad.t().contiguous(), x.t().contiguous(), weight.dtype)
