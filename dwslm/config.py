@@ -95,7 +95,7 @@ class ScoreConfig:
     """One scoring of a checkpoint."""
 
     checkpoint: str | None = None
-    """What to score: a run (its best checkpoint's latest state, the newest one), RUN@best, RUN@STEP, or a checkpoint's folder."""
+    """What to score: RUN (its newest checkpoint), RUN@best, RUN@STEP, or a checkpoint's folder."""
     runs_dir: str = "runs"
     """Folder that holds the run folders."""
     data: str | None = None

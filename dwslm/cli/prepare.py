@@ -111,8 +111,8 @@ def prepare_with_progress(settings: PrepareSettings, console: Console) -> None:
     console.print(summary_table(summary))
     if summary.get("already_complete"):
         console.print(Text(f"{settings.out} was complete already"))
-    for bad in summary.get("skipped", []):
-        console.print(Text(f"left out: {bad}"))
+    for bad in summary["bad"]:
+        console.print(Text(f"left out: {bad['place']}: {bad['reason']}"))
 
 
 def summary_table(summary: dict[str, Any]) -> Table:

@@ -179,8 +179,7 @@ class Trainer:
             seconds=time.perf_counter() - started,
             pinned=reason,
         )
-        for path in checkpoints.retain(root, self.checkpoint.keep_last):
-            self.writer.event("checkpoint_deleted", path=path.name)
+        self._retain()
 
     def score(self) -> Report:
         """Scores the held-out set, writes a row per slice, and pins the best checkpoint so far."""
@@ -207,8 +206,13 @@ class Trainer:
             for step, reasons in checkpoints.pins(root).items():
                 if step != self.position.step and "best" in reasons:
                     checkpoints.unpin(root, step, "best")
+            self._retain()
         self.console.print(f"step {self.position.step:,}: held-out bits per byte {overall:.4f}", highlight=False)
         return report
+
+    def _retain(self) -> None:
+        for path in checkpoints.retain(self.run.checkpoints, self.checkpoint.keep_last):
+            self.writer.event("checkpoint_deleted", path=path.name)
 
     def _overall_rows(self) -> list[dict[str, Any]]:
         rows = (row for row in reader.evals(self.run) if row.get("slice") == "overall")

@@ -1,0 +1,196 @@
+"""The everyday jobs from the entry points' side, and every mistake that shows only once things are built."""
+
+import json
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dwslm.cli.launch import launch
+from dwslm.cli.score import score_checkpoint
+from dwslm.config import ScoreConfig
+from dwslm.data.mixture import MixtureSettings
+from dwslm.runs.folder import RunFolder, open_run
+from dwslm.runs.reader import evals, events, metrics
+from dwslm.train import checkpoint as checkpoints
+from tests.train.tiny_run import STEPS, in_child, tiny_config
+
+
+@pytest.fixture(scope="module")
+def run(tiny_data, tmp_path_factory) -> RunFolder:
+    runs = tmp_path_factory.mktemp("runs")
+    launch(tiny_config(tiny_data, runs), [])
+    return open_run("latest", runs)
+
+
+def scoring(run: RunFolder, **changes) -> ScoreConfig:
+    config = ScoreConfig(checkpoint=run.path.name, runs_dir=str(run.path.parent), device="cpu", **changes)
+    config.evaluate.bootstrap_samples = 10
+    return config
+
+
+def test_run_json_says_what_the_run_is(run):
+    record = run.record
+    assert record["config"]["model"]["width"] == 32 and record["steps"] == STEPS and record["seed"] == 0
+    assert len(record["config_hash"]) == 64 and record["versions"]["torch"] == torch.__version__
+    assert {row["rule"] for row in record["routing"]} == {"muonh", "adamh", "adam"}
+    assert record["sizes"]["matrices"] > 0
+
+
+def test_scores_of_slices_sum_to_the_whole_and_land_in_the_run(run, capsys):
+    score_checkpoint(scoring(run, baselines=True))
+    said = capsys.readouterr().out
+    assert "xz -9" in said and "order-0 byte model" in said and "95 % interval" in said
+    rows = [row for row in evals(run) if row["writer"] == "score"]
+    whole = next(row for row in rows if row["slice"] == "overall")
+    for kind in ("source", "language", "crossed"):
+        for key in ("nats_fixed", "bytes", "tokens", "documents"):
+            assert sum(row[key] for row in rows if row["slice"] == kind) == whole[key]
+    in_training = next(row for row in evals(run) if row["step"] == STEPS and row["slice"] == "overall")
+    assert whole["nats_fixed"] == in_training["nats_fixed"]
+
+
+def test_a_step_or_the_best_can_be_scored_and_a_missing_one_is_named(run, capsys):
+    score_checkpoint(replace(scoring(run), checkpoint=f"{run.id}@18"))
+    assert "step 18" in capsys.readouterr().out
+    score_checkpoint(replace(scoring(run), checkpoint=f"{run.id}@best"))
+    with pytest.raises(ValueError, match="has checkpoints of steps 18, 20, 24"):
+        score_checkpoint(replace(scoring(run), checkpoint=f"{run.id}@3"))
+
+
+def test_own_text_and_long_bands(run, tmp_path, capsys):
+    text = tmp_path / "mine.txt"
+    text.write_text("words of my own", encoding="utf-8")
+    score_checkpoint(scoring(run, text=str(text)))
+    assert "mine.txt" in capsys.readouterr().out
+    config = scoring(run, bands=True)
+    config.evaluate.bands = [64, 128, 256]
+    score_checkpoint(config)
+    said = capsys.readouterr().out
+    assert "YaRN x4" in said and "as trained" in said
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        score_checkpoint(scoring(run, text=str(tmp_path / "nothing.txt")))
+
+
+def test_init_from_takes_the_weights_alone(tiny_data, tmp_path, run):
+    config = replace(tiny_config(tiny_data, tmp_path, tokens=256), init_from=str(run.checkpoints / f"step-{STEPS:08d}"))
+    launch(config, [])
+    new = open_run("latest", tmp_path)
+    # One step from trained weights starts far below the loss of fresh ones.
+    assert metrics(new)[0]["loss"] < metrics(run)[0]["loss"] - 0.3
+    assert int(checkpoints.newest_good(new.checkpoints)[0].load_optimizer()["step"]) == 1
+
+
+def test_a_checkpoint_of_another_shape_is_named_tensor_by_tensor(tiny_data, tmp_path, run):
+    config = replace(tiny_config(tiny_data, tmp_path), init_from=str(run.checkpoints / f"step-{STEPS:08d}"))
+    config.model = replace(config.model, mlp_hidden=128)
+    with pytest.raises(ValueError, match=r"of another model: layers\.0\.mlp\.up\.weight has shape \[64, 32\]"):
+        launch(config, [])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_tells_all_and_leaves_nothing(tiny_data, tmp_path, capsys):
+    launch(replace(tiny_config(tiny_data, tmp_path), dry_run=True), [])
+    said = capsys.readouterr().out
+    for part in ("Parameters by group", "Routing", "peak rate", "First micro-batch", "One step", "Memory estimate"):
+        assert part in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_dataset_says_how_to_make_it(tmp_path):
+    with pytest.raises(ValueError, match="not a prepared dataset: make it with `dwslm prepare"):
+        launch(tiny_config(tmp_path / "none", tmp_path), [])
+
+
+def copy_of(data: Path, to: Path) -> Path:
+    for path in data.rglob("*"):
+        if path.is_file():
+            target = to / path.relative_to(data)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    return to
+
+
+def test_another_tokenizer_a_cut_shard_and_an_altered_one_are_named(tiny_data, tmp_path):
+    data = copy_of(tiny_data, tmp_path / "data")
+    tokenizer = data / "tokenizer.json"
+    whole = tokenizer.read_bytes()
+    tokenizer.write_bytes(whole + b"\n")
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        launch(tiny_config(data, tmp_path / "runs"), [])
+    tokenizer.write_bytes(whole)
+
+    shard = next((data / "train").glob("*.bin"))
+    tokens = shard.read_bytes()
+    shard.write_bytes(tokens[:-2])
+    with pytest.raises(ValueError, match=shard.name):
+        launch(tiny_config(data, tmp_path / "runs"), [])
+    shard.write_bytes(bytes([tokens[0] ^ 1]) + tokens[1:])
+    config = tiny_config(data, tmp_path / "runs")
+    config.data.verify = "sha256"
+    with pytest.raises(ValueError, match=shard.name):
+        launch(config, [])
+
+
+def test_a_mixture_of_a_source_that_is_not_there_is_named(tiny_data, tmp_path):
+    config = tiny_config(tiny_data, tmp_path)
+    config.data.mixture = MixtureSettings(weights={"notes": 1.0, "poems": 1.0})
+    with pytest.raises(ValueError, match="poems"):
+        launch(config, [])
+
+
+def test_a_resume_on_other_data_is_refused(tiny_data, tmp_path):
+    data = copy_of(tiny_data, tmp_path / "data")
+    config = tiny_config(tiny_data, tmp_path / "runs", tokens=8 * 256)
+    launch(config, [])
+    manifest = data / "train" / "manifest.json"
+    altered = json.loads(manifest.read_text())
+    altered["made_by"] = {"other": True}
+    manifest.write_text(json.dumps(altered))
+    moved = replace(config, resume="latest")
+    moved.data.path = str(data)
+    with pytest.raises(ValueError, match="is not what .* was trained on"):
+        launch(moved, ["resume=latest", f"data.path={data}"])
+
+
+def test_one_process_a_run(tiny_data, tmp_path, run):
+    with run.lock(), pytest.raises(ValueError, match=r"in use by pid"):
+        launch(replace(tiny_config(tiny_data, run.path.parent), resume="latest"), ["resume=latest"])
+
+
+def test_a_longer_plan_goes_on_and_says_so(tiny_data, tmp_path, capsys):
+    config = tiny_config(tiny_data, tmp_path, tokens=8 * 256)
+    config.data.mixture = MixtureSettings()
+    launch(config, [])
+    config.train = replace(config.train, tokens=12 * 256)
+    launch(replace(config, resume="latest"), ["resume=latest", f"train.tokens={12 * 256}"])
+    said = capsys.readouterr().out
+    assert "2,048 tokens before, 3,072 now" in said
+    run = open_run("latest", tmp_path)
+    assert [row["step"] for row in metrics(run)] == list(range(1, 13))
+    assert next(e for e in events(run) if e["event"] == "resume")["changed"]["train"]["tokens"] == 12 * 256
+
+
+def test_a_full_disk_while_saving_is_one_line_and_loses_nothing(tiny_data, tmp_path, run):
+    """The child may write no file longer than its logs: its first save fails as on a full disk."""
+    config = tiny_config(tiny_data, tmp_path)
+
+    def limited() -> int | None:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
+        try:
+            return in_child(config, [], lambda seconds: False)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert limited() == 1
+    failed = open_run("latest", tmp_path)
+    last = events(failed)[-1]
+    assert last["event"] == "failed" and "cannot save checkpoint" in last["reason"]
+    assert not list(failed.checkpoints.glob("tmp-*")) and not list(failed.checkpoints.glob("step-*"))
+    launch(replace(config, resume="latest"), ["resume=latest"])
+    losses = [[row["loss"] for row in metrics(r)] for r in (failed, run)]
+    assert np.array_equal(*losses)
