@@ -57,7 +57,7 @@ def test_a_step_or_the_best_can_be_scored_and_a_missing_one_is_named(run, capsys
     score_checkpoint(replace(scoring(run), checkpoint=f"{run.id}@18"))
     assert "step 18" in capsys.readouterr().out
     score_checkpoint(replace(scoring(run), checkpoint=f"{run.id}@best"))
-    with pytest.raises(ValueError, match="has checkpoints of steps 18, 20, 24"):
+    with pytest.raises(ValueError, match="has checkpoints of steps 16, 18, 20, 24"):
         score_checkpoint(replace(scoring(run), checkpoint=f"{run.id}@3"))
 
 
