@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from dwslm.cli.errors import one_line_errors, run_hydra
 from dwslm.cli.launch import launch
-from dwslm.config import CONFIGS, RunConfig, register, to_object
+from dwslm.config import CONFIGS, register, to_request
 
 register()
 
@@ -14,7 +14,7 @@ register()
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
 def main(config: DictConfig) -> None:
     with one_line_errors():
-        launch(to_object(config, RunConfig), list(HydraConfig.get().overrides.task))
+        launch(to_request(config), list(HydraConfig.get().overrides.task))
 
 
 if __name__ == "__main__":

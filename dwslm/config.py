@@ -73,7 +73,7 @@ class RunConfig:
     resume: str | None = None
     """Run to go on with: its folder, name or id, or "auto" for the newest unfinished one."""
     init_from: str | None = None
-    """Checkpoint folder whose weights alone start a new run."""
+    """Checkpoint whose weights alone start a new run: RUN (its newest), RUN@best, RUN@STEP, or a checkpoint's folder."""
     dry_run: bool = False
     """Build everything, print sizes, routing, rates and memory, run one step, and leave nothing behind."""
     data: DataSettings = field(default_factory=DataSettings)
@@ -111,7 +111,7 @@ class ScoreConfig:
     device: str = "auto"
     """As `train.device`."""
     evaluate: EvalSettings = field(default_factory=EvalSettings)
-    """How to score."""
+    """How to score. What is not given is as in the run."""
 
 
 Config = TypeVar("Config", RunConfig, ScoreConfig)
@@ -139,6 +139,19 @@ def to_object(config: DictConfig, kind: type[Config]) -> Config:
     return result
 
 
+def to_request(config: DictConfig) -> RunConfig | dict[str, Any]:
+    """A composed training configuration: typed and checked for a new run, plain for a resume.
+
+    A resume's own settings are stored with the run; what was composed around the command line is only defaults, and
+    checking them against it would blame settings that nobody gave.
+    """
+    if config.resume is None:
+        return to_object(config, RunConfig)
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
 def to_plain(config: RunConfig) -> dict[str, Any]:
     """The configuration as JSON-able data: what run.json and every checkpoint hold."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
@@ -163,7 +176,9 @@ def config_hash(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-def resume_config(stored: dict[str, Any], given: RunConfig, overrides: Sequence[str]) -> RunConfig:
+def resume_config(
+    stored: dict[str, Any], given: dict[str, Any], overrides: Sequence[str]
+) -> tuple[RunConfig, dict[str, Any]]:
     """The configuration that a resumed run goes on with: the stored one, with the allowed overrides applied.
 
     Args:
@@ -171,18 +186,20 @@ def resume_config(stored: dict[str, Any], given: RunConfig, overrides: Sequence[
         given: what the command line composed.
         overrides: the command line's overrides; only what they name is compared, since the rest are defaults.
 
+    Returns:
+        The configuration, and what was changed in it as {setting: new value}.
+
     Raises:
         ValueError: for an override that would change anything else, with both values.
     """
-    mine = flatten(stored)
-    asked = flatten(to_plain(given))
+    mine, asked = flatten(stored), flatten(given)
     names = [override.split("=", 1)[0].lstrip("+~") for override in overrides]
     grouped = any(name not in asked and not any(key.startswith(f"{name}.") for key in asked) for name in names)
-    changed = dict(mine)
+    changed: dict[str, Any] = {}
     refused = []
     for key, value in asked.items():
         named = grouped or any(key == name or key.startswith(f"{name}.") for name in names)
-        if key in ("resume", "dry_run", "init_from", "name") or not named or mine.get(key) == value:
+        if key in ("resume", "dry_run", "init_from") or not named or mine.get(key) == value:
             continue
         if any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in RESUMABLE):
             changed[key] = value
@@ -192,13 +209,13 @@ def resume_config(stored: dict[str, Any], given: RunConfig, overrides: Sequence[
         raise ValueError(
             f"a resume may not change {'; '.join(refused)}. Leave it out, or start a new run with init_from="
         )
-    config = from_plain(unflatten(changed))
+    config = from_plain(unflatten(mine | changed))
     before = mine["train.tokens"]
     if config.train.tokens < before:
         raise ValueError(
             f"a resume may lengthen the plan, not shorten it: train.tokens is {before}, not {config.train.tokens}"
         )
-    return config
+    return config, changed
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -238,6 +255,8 @@ def explain(error: BaseException) -> str:
     for part in lines:
         if part.startswith("Could not override '"):
             name = part.split("'")[1]
+            if name in known:
+                return f"{name}: a dictionary is given with a plus, +{name}={{key:value}}"
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             return f"unknown setting {name}" + (f": did you mean {near[0]}?" if near else "; see docs/settings.md")
     full_key = next((part.split(":", 1)[1].strip() for part in lines if part.startswith("full_key")), "")
@@ -259,4 +278,5 @@ __all__ = [
     "resume_config",
     "to_object",
     "to_plain",
+    "to_request",
 ]

@@ -82,6 +82,8 @@ def test_the_proxy_sits_where_the_law_begins():
         ("optim.schedule=step", "optim.schedule=step is not one of"),
         ("optim.weight_decay=0.1", "has no effect with optim.matrices=muonh"),
         ("checkpoint.pin_fractions=[2]", "must lie in (0, 1]"),
+        ("model.norm_eps=1e-5", "too large for the head norm of kda"),
+        ("data.mixture.weights={books:1}", "a dictionary is given with a plus, +data.mixture.weights={key:value}"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(override, message):
@@ -94,22 +96,25 @@ def test_a_resume_takes_what_it_may_and_refuses_the_rest_with_both_values():
     longer = replace(RunConfig(), resume="x")
     longer.train.tokens = stored["train"]["tokens"] * 2
     longer.checkpoint.keep_last = 7
-    config = resume_config(
-        stored, longer, ["resume=x", f"train.tokens={longer.train.tokens}", "checkpoint.keep_last=7"]
+    config, changed = resume_config(
+        stored,
+        to_plain(longer),
+        ["resume=x", f"train.tokens={longer.train.tokens}", "checkpoint.keep_last=7"],
     )
     assert config.train.tokens == longer.train.tokens and config.checkpoint.keep_last == 7
+    assert changed == {"train.tokens": longer.train.tokens, "checkpoint.keep_last": 7}
     assert config.model == from_plain(stored).model  # what the command line did not name stands
 
     wider = replace(RunConfig(), resume="x")
     wider.model.width = 999
     with pytest.raises(ValueError, match=r"model\.width is 128 there and 999 here"):
-        resume_config(stored, wider, ["resume=x", "model.width=999"])
+        resume_config(stored, to_plain(wider), ["resume=x", "model.width=999"])
     shorter = replace(RunConfig(), resume="x")
     shorter.train.tokens = 10
     with pytest.raises(ValueError, match="lengthen the plan, not shorten it"):
-        resume_config(stored, shorter, ["resume=x", "train.tokens=10"])
+        resume_config(stored, to_plain(shorter), ["resume=x", "train.tokens=10"])
     with pytest.raises(ValueError, match=r"model\.layers is 4 there and 20 here"):
-        resume_config(stored, composed("experiment=main"), ["resume=x", "experiment=main"])
+        resume_config(stored, to_plain(composed("experiment=main")), ["resume=x", "experiment=main"])
 
 
 def test_the_hash_ignores_where_things_lie_and_nothing_else():

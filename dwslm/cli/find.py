@@ -12,8 +12,11 @@ from dwslm.train.checkpoint import Checkpoint
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def find_checkpoint(which: str, runs_dir: str) -> tuple[Checkpoint, RunFolder | None]:
+def find_checkpoint(which: str, runs_dir: str) -> tuple[Checkpoint, RunFolder | None, list[tuple[Path, str]]]:
     """The checkpoint meant by RUN (its newest good one), RUN@best, RUN@STEP, or a checkpoint's folder.
+
+    Returns:
+        The checkpoint, its run if it lies in one, and newer checkpoints that were passed over, with the reasons.
 
     Raises:
         ValueError: where nothing fits, listing the steps that there are, or where it is damaged.
@@ -22,14 +25,14 @@ def find_checkpoint(which: str, runs_dir: str) -> tuple[Checkpoint, RunFolder | 
         found = checkpoints.open_checkpoint(which)
         found.verify()
         run = Path(which).resolve().parent.parent
-        return found, open_run(run, runs_dir) if (run / "run.json").is_file() else None
+        return found, open_run(run, runs_dir) if (run / "run.json").is_file() else None, []
     name, _, at = which.partition("@")
     folder = open_run(name, runs_dir)
     if not at:
-        newest, _ = checkpoints.newest_good(folder.checkpoints)
+        newest, passed_over = checkpoints.newest_good(folder.checkpoints)
         if newest is None:
             raise ValueError(f"run {folder.path} has no checkpoint yet")
-        return newest, folder
+        return newest, folder, passed_over
     if at == "best":
         steps = [step for step, reasons in checkpoints.pins(folder.checkpoints).items() if "best" in reasons]
     else:
@@ -38,7 +41,7 @@ def find_checkpoint(which: str, runs_dir: str) -> tuple[Checkpoint, RunFolder | 
     for step in steps:
         if step in here:
             here[step].verify()
-            return here[step], folder
+            return here[step], folder, []
     raise ValueError(
         f"{which!r}: run {folder.path.name} has checkpoints of steps {', '.join(map(str, sorted(here))) or 'none'}"
     )

@@ -50,74 +50,98 @@ class Built:
     valid: Dataset
 
 
-def launch(config: RunConfig, overrides: Sequence[str]) -> None:
-    """Runs what the configuration asks for; `overrides` are the command line's own, for the check of a resume."""
+def launch(config: RunConfig | dict[str, Any], overrides: Sequence[str]) -> None:
+    """Runs what the configuration asks for.
+
+    Args:
+        config: typed and checked; for a resume it may be plain data, since only what the command line names counts.
+        overrides: the command line's own, for the check of a resume.
+    """
     console = make_console()
     # cuBLAS picks its workspace, and with it its order of summation, from this; deterministic runs need it fixed.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if config.resume and config.init_from:
-        raise ValueError("resume= goes on with a run and init_from= starts a new one: give one of them")
+    given = to_plain(config) if isinstance(config, RunConfig) else config
+    if given["resume"]:
+        if given["init_from"]:
+            raise ValueError("resume= goes on with a run and init_from= starts a new one: give one of them")
+        resume(given, overrides, console)
+        return
+    assert isinstance(config, RunConfig)
     if config.data.path == SAMPLE_DATA and not Path(SAMPLE_DATA, "train", "manifest.json").is_file():
         console.print(f"{SAMPLE_DATA} is not there yet: preparing the sample that ships with the code")
         prepare_sample(console)
-    if config.resume:
-        resume(config, overrides, console)
-    elif config.dry_run:
-        built = build(config, lr=None)
-        describe(config, built, console)
-        dry_run(built.model, built.optimizer, built.stream, built.plan, config.train, console)
-    else:
-        start(config, console)
+    start(config, console)
 
 
 def start(config: RunConfig, console: Console) -> None:
     """A new run, from fresh weights or from those of `init_from`."""
     built = build(config, lr=None)
     if config.init_from:
-        found, _ = find_checkpoint(config.init_from, config.runs_dir)
-        built.optimizer.load_weights(load_weights(found.path, built.model))
-        console.print(f"weights from {found.path}, step {found.step:,}; optimizer and data start anew", highlight=False)
+        take_weights(config, built, console)
     describe(config, built, console)
+    if config.dry_run:
+        dry_run(built.model, built.optimizer, built.stream, built.plan, config.train, console)
+        return
     run = create_run(config.runs_dir, config.name, record(config, built))
     with run.lock(), RunWriter(run, run.next_attempt()) as writer:
         console.print(Text(f"run {run.path}"))
         writer.event("start", step=0, tokens=0)
-        train(config, built, run, writer, console, Position())
+        train(config, built, run, writer, console, Position(), save_first=bool(config.init_from))
 
 
-def resume(config: RunConfig, overrides: Sequence[str], console: Console) -> None:
+def resume(given: dict[str, Any], overrides: Sequence[str], console: Console) -> None:
     """Goes on with a run from its newest checkpoint that verifies."""
-    run = open_run(str(config.resume), config.runs_dir)
+    run = open_run(given["resume"], given["runs_dir"])
     with run.lock():
         checkpoints.clean(run.checkpoints)
-        verify = run.record["config"]["checkpoint"]["verify"]
+        asked = any(override.startswith("checkpoint.verify=") for override in overrides)
+        verify = (given if asked else run.record["config"])["checkpoint"]["verify"]
         found, rejected = checkpoints.newest_good(run.checkpoints, verify)
         for path, reason in rejected:
             console.print(Text(f"passed over {path.name}: {reason}"))
         state = found.state if found else {}
         stored = state.get("config", run.record["config"])
-        config = resume_config(stored, config, overrides)
+        config, changed = resume_config(stored, given, overrides)
         built = build(config, lr=state.get("lr"))
         position = Position()
         if found:
             check_same_data(state, built.stream, found)
             load_checkpoint(found, built.optimizer)
             position = Position(state["step"], state["tokens"], state["row"])
-        receipt = make_receipt(config, built, run, found, state, position, len(rejected))
+        elif config.init_from:
+            take_weights(config, built, console)  # killed before it could save them
+        receipt = make_receipt(config, built, run, found, state, position, verify, len(rejected))
         console.print(facts("Resume", receipt))
-        if config.dry_run:
+        if given["dry_run"]:
             dry_run(built.model, built.optimizer, built.stream, built.plan, config.train, console)
             return
         with RunWriter(run, run.next_attempt()) as writer:
             for path, reason in rejected:
                 writer.event("checkpoint_rejected", path=path.name, reason=reason)
-            changed = {key: value for key, value in to_plain(config).items() if stored.get(key) != value}
             writer.event("resume", step=position.step, tokens=position.tokens, changed=changed, receipt=receipt)
-            train(config, built, run, writer, console, position)
+            # What a resume changes must outlive a kill before the next save.
+            save_first = bool(changed and found) or bool(config.init_from and not found)
+            train(config, built, run, writer, console, position, save_first=save_first)
+
+
+def take_weights(config: RunConfig, built: Built, console: Console) -> None:
+    """Weights alone, of `init_from`."""
+    found, _, passed_over = find_checkpoint(str(config.init_from), config.runs_dir)
+    for path, reason in passed_over:
+        console.print(Text(f"passed over {path.name}: {reason}"))
+    built.optimizer.load_weights(load_weights(found.path, built.model))
+    console.print(f"weights from {found.path}, step {found.step:,}; optimizer and data start anew", highlight=False)
 
 
 def train(
-    config: RunConfig, built: Built, run: RunFolder, writer: RunWriter, console: Console, position: Position
+    config: RunConfig,
+    built: Built,
+    run: RunFolder,
+    writer: RunWriter,
+    console: Console,
+    position: Position,
+    *,
+    save_first: bool,
 ) -> None:
     """Trains and leaves the event that says how it ended."""
     trainer = Trainer(
@@ -136,6 +160,8 @@ def train(
         position=position,
     )
     try:
+        if save_first:
+            trainer.save()
         trainer.train()
     except KeyboardInterrupt:
         writer.event("preempted", reason="interrupt")
@@ -210,7 +236,8 @@ def check_same_data(state: dict[str, Any], stream: RowStream, found: Checkpoint)
         )
     if stream.key_until(state["row"]) != state["stream"]:
         raise ValueError(
-            f"{stream.dataset.path} or its order (seed, mixture, packing) is not what {found.path} was trained on: "
+            f"{stream.dataset.path} or its order is not what {found.path} was trained on (text, seed, mixture, packing, or a "
+            "longer plan that moves a phase which had begun): "
             "point data.path at the run's own dataset, or start a new run with init_from="
         )
 
@@ -222,6 +249,7 @@ def make_receipt(
     found: Checkpoint | None,
     state: dict[str, Any],
     position: Position,
+    verify: str,
     rejected: int,
 ) -> dict[str, str]:
     """What a resume says it goes on from."""
@@ -235,7 +263,7 @@ def make_receipt(
         "rate": f"peak {rate(plan.lr)}, next step {plan.rate(min(position.step, plan.steps - 1)):.6g}",
     }
     if found:
-        how = "sizes and sha256" if config.checkpoint.verify == "sha256" else "sizes"
+        how = "sizes and sha256" if verify == "sha256" else "sizes"
         receipt["verified"] = (
             f"{how} of {len(found.manifest['files'])} files, shapes of {len(found.manifest['model'])} tensors, "
             "tokenizer, order of the data so far" + (f"; {rejected} newer passed over" if rejected else "")

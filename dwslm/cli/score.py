@@ -1,5 +1,6 @@
 """Scoring a checkpoint: bits per byte by slice, by position, or of one's own text."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from dwslm.evaluate.baselines import (
     uniform_bits_per_byte,
     xz_bits_per_byte,
 )
-from dwslm.evaluate.bits_per_byte import NatsFn, score, score_text
-from dwslm.evaluate.report import Report, make_report, slice_table, tables
+from dwslm.evaluate.bits_per_byte import EvalSettings, NatsFn, score, score_text
+from dwslm.evaluate.report import make_report, report_rows, slice_table, tables
 from dwslm.model.lm import LanguageModel
 from dwslm.runs.writer import RunWriter
 from dwslm.train.checkpoint import Checkpoint
@@ -32,28 +33,35 @@ from dwslm.train.report import facts
 from dwslm.train.scoring import nats_function
 
 
-def score_checkpoint(config: ScoreConfig) -> None:
-    """Scores what the configuration names, prints tables, and leaves the figures in the run."""
+def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
+    """Scores what the configuration names, prints tables, and leaves the figures in the run.
+
+    `overrides` are the command line's own: an `evaluate.` setting that they do not name is the run's.
+    """
     console = make_console()
     if not config.checkpoint:
         raise ValueError("eval.py needs checkpoint=RUN (or RUN@STEP, RUN@best, or a checkpoint's folder)")
-    found, run = find_checkpoint(config.checkpoint, config.runs_dir)
+    found, run, passed_over = find_checkpoint(config.checkpoint, config.runs_dir)
+    for path, reason in passed_over:
+        console.print(Text(f"passed over {path.name}: {reason}"))
     state = found.state
     trained = from_plain(state["config"])
     if config.data:
         trained.data.path = config.data
+    given = [name.split("=", 1)[0].removeprefix("evaluate.") for name in overrides if name.startswith("evaluate.")]
+    settings = replace(trained.evaluate, **{name: getattr(config.evaluate, name) for name in given})
+    valid = open_split(trained.data, "valid")
     tokenizer_path = Path(trained.data.path) / "tokenizer.json"
     if tokenizer_hash(tokenizer_path) != state["tokenizer"]:
         raise ValueError(
             f"{tokenizer_path} is not the tokenizer that {found.path} was trained with: give that dataset with data="
         )
     tokenizer = load_tokenizer(tokenizer_path)
-    valid = open_split(trained.data, "valid")
     model = load_model(trained, config, found, valid.vocab_size)
     nats = nats_function(model)
     console.print(Text(f"{found.path}: step {state['step']:,}, {state['tokens']:,} tokens"))
 
-    settings, context = config.evaluate, trained.data.packing.context
+    context = trained.data.packing.context
     if config.text:
         own = score_text(nats, config.text, tokenizer, settings, eod=valid.eod, training_context=context)
         console.print(
@@ -81,7 +89,9 @@ def score_checkpoint(config: ScoreConfig) -> None:
             )
         )
     if config.bands:
-        bands = score_bands(band_models(model, trained, config), valid, token_bytes(tokenizer), settings)
+        bands = score_bands(
+            band_models(model, trained, settings, config.yarn_factor), valid, token_bytes(tokenizer), settings
+        )
         console.print(band_table(bands))
         rows += [{"slice": "band", **row} for row in bands.to_dict()["rows"]]
     if run is not None:
@@ -103,12 +113,14 @@ def load_model(trained: RunConfig, config: ScoreConfig, found: Checkpoint, vocab
     return model.to(device).requires_grad_(False)
 
 
-def band_models(model: LanguageModel, trained: RunConfig, config: ScoreConfig) -> dict[str, NatsFn]:
+def band_models(
+    model: LanguageModel, trained: RunConfig, settings: EvalSettings, factor: float | None
+) -> dict[str, NatsFn]:
     """The model as trained, and with YaRN stretching its trained context over the last band."""
     context = trained.data.packing.context
-    if not config.evaluate.bands:
+    if not settings.bands:
         raise ValueError("evaluate.bands is empty: bands=true needs the positions where bands end")
-    factor = config.yarn_factor or max(1.0, config.evaluate.bands[-1] / context)
+    factor = factor or max(1.0, settings.bands[-1] / context)
     yarn = replace(trained.model.rope, yarn_factor=factor, yarn_context=context)
 
     def with_rope(rope: Any) -> NatsFn:
@@ -119,18 +131,6 @@ def band_models(model: LanguageModel, trained: RunConfig, config: ScoreConfig) -
         return nats
 
     return {"as trained": with_rope(trained.model.rope), f"YaRN x{factor:g}": with_rope(yarn)}
-
-
-def report_rows(report: Report) -> list[dict[str, Any]]:
-    """One row a slice, the overall one last."""
-    rows = []
-    for kind, slices in (
-        ("source", report.by_source),
-        ("language", report.by_language),
-        ("crossed", report.crossed),
-    ):
-        rows += [{"slice": kind} | row.to_dict() for row in slices]
-    return [*rows, {"slice": "overall", "documents_available": report.available} | report.overall.to_dict()]
 
 
 def progress_bar(console: Console) -> Any:

@@ -53,6 +53,9 @@ def section(kind: type, prefix: str = "") -> list[str]:
         shown = str(types[field.name]) if shown in ("list", "dict", "Optional", "Union") else shown
         shown = shown.replace("typing.", "").replace("dwslm.data.mixture.", "").replace("|", "or")
         cells = (f"`{name}`", f"`{shown}`", f"`{default(field)}`", doc.replace("|", "\\|"))
+        if inner := [a for a in typing.get_args(types[field.name]) if dataclasses.is_dataclass(a)]:
+            assert isinstance(inner[0], type)
+            nested += [f"### {name}[i]\n", *section(inner[0])]
         own.append(f"| {' | '.join(cells)} |")
     return [*own, "", *nested] if len(own) > 2 else nested
 

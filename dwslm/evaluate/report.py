@@ -181,6 +181,22 @@ def make_report(scores: Scores, *, samples: int, seed: int) -> Report:
     )
 
 
+def report_rows(report: Report) -> list[dict[str, Any]]:
+    """One plain row per slice for a run's evals file, the overall one last: who finds it knows that all are there.
+
+    `text_tokens` are the slice's own, since `tokens` in a run's rows says how far training was.
+    """
+    kinds = {
+        "source": report.by_source,
+        "language": report.by_language,
+        "crossed": report.crossed,
+        "overall": [report.overall],
+    }
+    about = {"context": report.context, "dataset": report.fingerprint, "documents_available": report.available}
+    rows = [{"slice": kind} | row.to_dict() | about for kind, slices in kinds.items() for row in slices]
+    return [{("text_tokens" if key == "tokens" else key): value for key, value in row.items()} for row in rows]
+
+
 def split(documents: np.ndarray, field: str, names: list[str]) -> list[tuple[str, np.ndarray]]:
     """The documents by `source` or `language`, each part with its name; there is no empty part."""
     return [(names[value], documents[documents[field] == value]) for value in np.unique(documents[field])]

@@ -94,7 +94,7 @@ class DeltaAttention(nn.Module):
             scale=self.head_dim**-0.5,
             engine=self.engine,
         )
-        # The norm's eps must lie well under o's mean square, which is about 4e-6 at the half init scale.
+        # The norm's eps must lie well under o's mean square, which is about 6e-6 at the half init scale.
         o = rms_norm(o, self.head_gain, self.eps) * torch.sigmoid(gate.unflatten(-1, shape))
         return self.output(o.flatten(1))
 

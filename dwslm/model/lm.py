@@ -59,7 +59,7 @@ class ModelSettings:
     delta_gate: str = "bounded"
     """Form of the decay gate: "bounded" (log decay of -5 or more, what fast kernels need) or "softplus"."""
     delta_gate_rank: int = 128
-    """Rank of KDA's decay and output gates."""
+    """Rank of the decay and output gates of "kda"; "gdn" has full ones."""
     mlp_hidden: int = 4096
     """Hidden width of the MLP."""
     mlp_precision: str = "model"
@@ -107,6 +107,11 @@ class ModelSettings:
         if self.depth_block and (2 * self.layers) % self.depth_block:
             raise ValueError(
                 f"model.depth_block={self.depth_block} does not divide the {2 * self.layers} sublayers of {self.layers} layers"
+            )
+        if self.norm_eps > 1e-6 and self.local != "window":
+            raise ValueError(
+                f"model.norm_eps={self.norm_eps} is too large for the head norm of {self.local}, whose input has a mean "
+                "square of a few 1e-6: at most 1e-6"
             )
         for name in (
             "width",

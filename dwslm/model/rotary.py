@@ -47,7 +47,7 @@ def rotation_frequencies(head_dim: int, settings: RopeSettings) -> Tensor:
 def attention_scale(head_dim: int, settings: RopeSettings) -> float:
     """Factor on the attention logits: 1/sqrt(head_dim), times YaRN's temperature.
 
-    The temperature is here and not in cos and sin, where normalising q and k would erase it.
+    The temperature is here and not in cos and sin, where a QK-norm after the rotation would erase it.
     """
     return (settings.yarn_attention * math.log(settings.yarn_factor) + 1) ** 2 / math.sqrt(head_dim)
 

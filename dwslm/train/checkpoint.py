@@ -54,8 +54,8 @@ class CheckpointSettings:
     """How many of the newest checkpoints to keep. Pinned ones are kept besides and never count."""
 
     pin_fractions: list[float] = field(default_factory=lambda: [0.75])
-    """Fractions of the planned tokens at which a checkpoint is saved exactly and pinned. At 0.75 the anneal
-    begins, so the last quarter can be done again with another mixture."""
+    """Fractions of the planned tokens at which a checkpoint is saved exactly and pinned. At 0.75 the decay
+    begins, so other ways through the last quarter can start from there."""
 
     verify: str = "sha256"
     """What a resume checks before it trusts a checkpoint: `sha256` reads every file, `size` none."""

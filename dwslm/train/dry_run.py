@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dwslm.data.packing import RowStream
 from dwslm.model.lm import LanguageModel
+from dwslm.optim.groups import memory_bytes
 from dwslm.optim.optimizer import Optimizer
 from dwslm.train.plan import Plan
 from dwslm.train.report import facts, memory_table
@@ -76,15 +77,14 @@ def dry_run(
             },
         )
     )
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    state = sum(group.stack.nbytes for group in optimizer.groups if group.stack is not None)
-    state += sum(tensor.nbytes for group in optimizer.groups for tensor in group.state.values())
+    copies = sum(p.numel() * p.element_size() for p in model.parameters())
+    held = memory_bytes(optimizer.blocks)
     console.print(
         memory_table(
             {
-                "model (compute copies, tables)": parameters,
-                "float32 masters and optimizer state": state,
-                "gradients": parameters + optimizer.gradient.nbytes,
+                "model (compute copies, tables)": copies,
+                "gradients of a micro-batch": copies,
+                **{f"optimizer: {kind}": held_bytes for kind, held_bytes in held.items()},
                 f"activations of {train.micro_batch_tokens:,} tokens": round(
                     sum(kept.values()) / size * train.micro_batch_tokens
                 ),

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from dwslm.data.loader import Loader
 from dwslm.data.packing import RowStream
 from dwslm.data.shards import Dataset
 from dwslm.evaluate.bits_per_byte import EvalSettings, score
-from dwslm.evaluate.report import Report, make_report
+from dwslm.evaluate.report import Report, make_report, report_rows
 from dwslm.model.lm import LanguageModel
 from dwslm.optim.optimizer import Optimizer
 from dwslm.runs import reader
@@ -183,24 +183,19 @@ class Trainer:
 
     def score(self) -> Report:
         """Scores the held-out set, writes a row per slice, and pins the best checkpoint so far."""
-        settings = EvalSettings(**vars(self.evaluate) | {"max_documents": self.settings.eval_documents})
+        settings = self.evaluate
+        if self.settings.eval_documents is not None:
+            settings = replace(settings, max_documents=self.settings.eval_documents)
         started = time.perf_counter()
         scores = score(nats_function(self.model), self.valid, settings, training_context=self.plan.context)
         report = make_report(scores, samples=settings.bootstrap_samples, seed=settings.seed)
         at = {"step": self.position.step, "tokens": self.position.tokens}
-        best = min((row["bits_per_byte"] for row in self._overall_rows()), default=float("inf"))
-        for kind, rows in (
-            ("source", report.by_source),
-            ("language", report.by_language),
-            ("crossed", report.crossed),
-        ):
-            for row in rows:
-                self.writer.evals(at | {"slice": kind} | row.to_dict())
-        # The overall row is last: an attempt killed before it scores this step again.
-        self.writer.evals(at | {"slice": "overall", "documents_available": report.available} | report.overall.to_dict())
+        earlier = [row["bits_per_byte"] for row in self._overall_rows() if row["step"] != self.position.step]
+        for row in report_rows(report):
+            self.writer.evals(at | row)
         overall = report.overall.bits_per_byte
         self.writer.event("score", **at, bits_per_byte=overall, seconds=time.perf_counter() - started)
-        if overall < best:
+        if overall < min(earlier, default=float("inf")):
             root = self.run.checkpoints
             checkpoints.pin(root, self.position.step, "best")
             for step, reasons in checkpoints.pins(root).items():
@@ -215,11 +210,11 @@ class Trainer:
             self.writer.event("checkpoint_deleted", path=path.name)
 
     def _overall_rows(self) -> list[dict[str, Any]]:
-        rows = (row for row in reader.evals(self.run) if row.get("slice") == "overall")
-        return [row for row in rows if row["step"] != self.position.step]
+        """This run's own overall scores; what others scored of its checkpoints must not steer it."""
+        return [row for row in reader.evals(self.run) if row["writer"] == "trainer" and row.get("slice") == "overall"]
 
     def _scored(self, step: int) -> bool:
-        return any(row["step"] == step and row.get("slice") == "overall" for row in reader.evals(self.run))
+        return any(row["step"] == step for row in self._overall_rows())
 
     def _check_finite(self, row: Mapping[str, Any]) -> None:
         if row["loss"] != row["loss"] or abs(row["loss"]) == float("inf"):

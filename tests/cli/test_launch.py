@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dwslm.config import ScoreConfig
 from dwslm.data.mixture import MixtureSettings
 from dwslm.runs.folder import RunFolder, open_run
 from dwslm.runs.reader import evals, events, metrics
+from dwslm.runs.writer import RunWriter
 from dwslm.train import checkpoint as checkpoints
 from tests.train.tiny_run import STEPS, in_child, tiny_config
 
@@ -41,38 +43,42 @@ def test_run_json_says_what_the_run_is(run):
 
 
 def test_scores_of_slices_sum_to_the_whole_and_land_in_the_run(run, capsys):
-    score_checkpoint(scoring(run, baselines=True))
+    score_checkpoint(scoring(run, baselines=True), [])
     said = capsys.readouterr().out
     assert "xz -9" in said and "order-0 byte model" in said and "95 % interval" in said
     rows = [row for row in evals(run) if row["writer"] == "score"]
     whole = next(row for row in rows if row["slice"] == "overall")
     for kind in ("source", "language", "crossed"):
-        for key in ("nats_fixed", "bytes", "tokens", "documents"):
+        for key in ("nats_fixed", "bytes", "text_tokens", "documents"):
             assert sum(row[key] for row in rows if row["slice"] == kind) == whole[key]
     in_training = next(row for row in evals(run) if row["step"] == STEPS and row["slice"] == "overall")
-    assert whole["nats_fixed"] == in_training["nats_fixed"]
+    same = ("nats_fixed", "bytes", "text_tokens", "step", "tokens", "context", "dataset")
+    assert {key: whole[key] for key in same} == {key: in_training[key] for key in same}
+    assert whole["tokens"] == STEPS * 256 and whole["text_tokens"] != whole["tokens"]
 
 
 def test_a_step_or_the_best_can_be_scored_and_a_missing_one_is_named(run, capsys):
-    score_checkpoint(replace(scoring(run), checkpoint=f"{run.id}@18"))
+    score_checkpoint(replace(scoring(run), checkpoint=f"{run.id}@18"), [])
     assert "step 18" in capsys.readouterr().out
-    score_checkpoint(replace(scoring(run), checkpoint=f"{run.id}@best"))
+    score_checkpoint(replace(scoring(run), checkpoint=f"{run.id}@best"), [])
     with pytest.raises(ValueError, match="has checkpoints of steps 16, 18, 20, 24"):
-        score_checkpoint(replace(scoring(run), checkpoint=f"{run.id}@3"))
+        score_checkpoint(replace(scoring(run), checkpoint=f"{run.id}@3"), [])
 
 
 def test_own_text_and_long_bands(run, tmp_path, capsys):
     text = tmp_path / "mine.txt"
     text.write_text("words of my own", encoding="utf-8")
-    score_checkpoint(scoring(run, text=str(text)))
+    score_checkpoint(scoring(run, text=str(text)), [])
     assert "mine.txt" in capsys.readouterr().out
     config = scoring(run, bands=True)
     config.evaluate.bands = [64, 128, 256]
-    score_checkpoint(config)
+    score_checkpoint(config, ["evaluate.bands=[64,128,256]"])
     said = capsys.readouterr().out
     assert "YaRN x4" in said and "as trained" in said
+    with pytest.raises(ValueError, match="nosuch/valid is not a prepared dataset"):
+        score_checkpoint(scoring(run, data="nosuch"), [])
     with pytest.raises(FileNotFoundError, match="no such file"):
-        score_checkpoint(scoring(run, text=str(tmp_path / "nothing.txt")))
+        score_checkpoint(scoring(run, text=str(tmp_path / "nothing.txt")), [])
 
 
 def test_init_from_takes_the_weights_alone(tiny_data, tmp_path, run):
@@ -82,6 +88,16 @@ def test_init_from_takes_the_weights_alone(tiny_data, tmp_path, run):
     # One step from trained weights starts far below the loss of fresh ones.
     assert metrics(new)[0]["loss"] < metrics(run)[0]["loss"] - 0.3
     assert int(checkpoints.newest_good(new.checkpoints)[0].load_optimizer()["step"]) == 1
+
+
+def test_a_run_from_given_weights_that_is_killed_before_its_first_save_still_has_them(tiny_data, tmp_path, run):
+    config = replace(tiny_config(tiny_data, tmp_path, tokens=512), init_from=str(run.checkpoints / f"step-{STEPS:08d}"))
+    begun = in_child(config, [], lambda seconds: any(tmp_path.glob("2*/run.json")))
+    new = open_run("latest", tmp_path)
+    assert begun is None
+    shutil.rmtree(new.checkpoints, ignore_errors=True)  # as if the kill had come before the save
+    launch(replace(config, init_from=None, resume="latest"), ["resume=latest"])
+    assert metrics(new)[0]["loss"] < metrics(run)[0]["loss"] - 0.3
 
 
 def test_a_checkpoint_of_another_shape_is_named_tensor_by_tensor(tiny_data, tmp_path, run):
@@ -98,6 +114,42 @@ def test_a_dry_run_tells_all_and_leaves_nothing(tiny_data, tmp_path, capsys):
     for part in ("Parameters by group", "Routing", "peak rate", "First micro-batch", "One step", "Memory estimate"):
         assert part in said
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_of_a_resume_trains_nothing(tiny_data, run, capsys):
+    before = sorted(run.path.iterdir())
+    launch(
+        replace(tiny_config(tiny_data, run.path.parent), resume="latest", dry_run=True),
+        ["resume=latest", "dry_run=true"],
+    )
+    said = capsys.readouterr().out
+    assert "Memory estimate" in said and "done:" not in said
+    assert sorted(run.path.iterdir()) == before
+
+
+def test_what_a_resume_changes_outlives_a_kill_before_the_next_save(tiny_data, tmp_path):
+    config = tiny_config(tiny_data, tmp_path, tokens=4 * 256)
+    config.data.mixture = MixtureSettings()
+    launch(config, [])
+    run = open_run("latest", tmp_path)
+    longer = replace(config, resume="latest", train=replace(config.train, tokens=40 * 256, log_every=1))
+    in_child(longer, ["resume=latest", f"train.tokens={40 * 256}"], lambda seconds: bool(metrics(run)[4:]))
+    launch(replace(config, resume="latest"), ["resume=latest"])
+    assert metrics(run)[-1]["step"] == 40
+
+
+def test_other_scores_of_a_checkpoint_do_not_steer_the_run(tiny_data, tmp_path, run):
+    """A score of fewer documents, lower than all the run's own, must not be its best so far."""
+    config = tiny_config(tiny_data, tmp_path, tokens=16 * 256)
+    config.data.mixture = MixtureSettings()
+    config.train = replace(config.train, tokens=8 * 256)
+    launch(config, [])
+    half = open_run("latest", tmp_path)
+    with RunWriter(half, 1, writer="score") as writer:
+        writer.evals({"step": 8, "tokens": 8 * 256, "slice": "overall", "bits_per_byte": 0.01})
+    launch(replace(config, resume="latest", train=replace(config.train, tokens=16 * 256)),
+           ["resume=latest", f"train.tokens={16 * 256}"])  # fmt: skip
+    assert checkpoints.pins(half.checkpoints)[16] == ["best"]
 
 
 def test_a_missing_dataset_says_how_to_make_it(tmp_path):
@@ -171,7 +223,7 @@ def test_a_longer_plan_goes_on_and_says_so(tiny_data, tmp_path, capsys):
     assert "2,048 tokens before, 3,072 now" in said
     run = open_run("latest", tmp_path)
     assert [row["step"] for row in metrics(run)] == list(range(1, 13))
-    assert next(e for e in events(run) if e["event"] == "resume")["changed"]["train"]["tokens"] == 12 * 256
+    assert next(e for e in events(run) if e["event"] == "resume")["changed"] == {"train.tokens": 12 * 256}
 
 
 def test_a_full_disk_while_saving_is_one_line_and_loses_nothing(tiny_data, tmp_path, run):
