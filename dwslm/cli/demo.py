@@ -1,8 +1,6 @@
 """`dwslm demo`: the whole product in minutes on a laptop: prepare, train, be killed, resume, score."""
 
 import argparse
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,7 +12,7 @@ from rich.text import Text
 
 from dwslm.cli.errors import make_console
 from dwslm.cli.prepare import prepare_sample
-from dwslm.runs.folder import open_run
+from dwslm.runs.folder import RunFolder, open_run
 from dwslm.runs.reader import metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -43,11 +41,11 @@ def run(arguments: argparse.Namespace) -> None:
     heading("1. Prepare: the sample text becomes a tokenizer and shards")
     prepare_sample(console, out=DATA, vocab_size=VOCAB_SIZE)
     heading("2. Train a small hybrid (Kimi Delta Attention and global layers, MuonH)")
-    train_and_kill(["experiment=demo", *arguments.overrides], console)
+    name = train_and_kill(["experiment=demo", *arguments.overrides], console)
     heading("3. Resume it from its last checkpoint")
-    check(["train.py", "resume=auto"])
+    check(["train.py", f"resume={name}"])
     heading("4. Score it on held-out text")
-    check(["eval.py", "checkpoint=latest", "baselines=true"])
+    check(["eval.py", f"checkpoint={name}", "baselines=true"])
     heading("done")
 
 
@@ -62,8 +60,11 @@ def check(command: list[str]) -> None:
         raise ValueError(f"{' '.join(command)} ended with code {done.returncode}; see above")
 
 
-def train_and_kill(overrides: list[str], console: Console) -> None:
-    """Starts training and kills it outright, as a power cut would, once it has saved and is past `KILL_AT` of its steps.
+def train_and_kill(overrides: list[str], console: Console) -> str:
+    """Starts training and kills it as a power cut would, once it has saved and is past `KILL_AT` of its steps.
+
+    Returns:
+        The name of the run's folder.
 
     Raises:
         ValueError: where training ends by itself before that.
@@ -73,28 +74,28 @@ def train_and_kill(overrides: list[str], console: Console) -> None:
     try:
         while process.poll() is None:
             time.sleep(0.2)
-            step = killable_step(before)
-            if step is not None:
-                os.kill(process.pid, signal.SIGKILL)
-                process.wait()
+            run = run_since(before)
+            if run is not None and (step := killable_step(run)):
+                process.kill()  # SIGKILL: it cannot be caught, nothing is cleaned up
                 console.print(Text(f"\nkill -9 at about step {step:,}", style="bold red"))
-                return
+                return run.path.name
     finally:
         process.kill()
         process.wait()
-    raise ValueError(
-        f"train.py {' '.join(overrides)} ended with code {process.returncode} before it could be killed; see above"
-    )
+    raise ValueError(f"train.py ended with code {process.returncode} before it could be killed; see above")
 
 
-def killable_step(since: float) -> int | None:
-    """The step that the newest run has reported, if it began after `since`, has a checkpoint, and is far enough."""
+def run_since(since: float) -> RunFolder | None:
+    """The newest run, if it began after `since`."""
     try:
-        folder = open_run("latest", "runs")
+        run = open_run("latest", REPOSITORY / "runs")
     except ValueError:
         return None
-    if folder.record["created"] < since:
-        return None
-    rows = metrics(folder)
-    saved = any(folder.checkpoints.glob("step-*/manifest.json")) if folder.checkpoints.is_dir() else False
-    return rows[-1]["step"] if rows and saved and rows[-1]["step"] >= KILL_AT * folder.record["steps"] else None
+    return run if run.record["created"] >= since else None
+
+
+def killable_step(run: RunFolder) -> int | None:
+    """The step that the run has reported, if it has a checkpoint and is far enough."""
+    rows = metrics(run)
+    saved = any(run.checkpoints.glob("step-*/manifest.json"))
+    return rows[-1]["step"] if rows and saved and rows[-1]["step"] >= KILL_AT * run.record["steps"] else None

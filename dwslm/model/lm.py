@@ -22,6 +22,7 @@ from dwslm.model.rotary import RopeSettings, Rotary, attention_scale, rotation_f
 from dwslm.model.value_embedding import ValueEmbedding
 from dwslm.ops import attention as attention_op
 from dwslm.ops import delta_rule as delta_rule_op
+from dwslm.ops import loss_head
 from dwslm.ops.loss_head import token_nats, total_nats
 from dwslm.ops.mlp import PRECISIONS
 from dwslm.ops.norm import rms_norm
@@ -82,6 +83,8 @@ class ModelSettings:
     """Kernel of softmax attention, a name or "auto"."""
     delta_engine: str = "auto"
     """Kernel of the delta rule, a name or "auto"."""
+    head_engine: str = "auto"
+    """Kernel of the loss head: "torch", "compiled" or "auto"."""
     rope: RopeSettings = field(default_factory=RopeSettings)
     """Rotary positions."""
 
@@ -130,6 +133,7 @@ class ModelSettings:
             raise ValueError(f"model.init_scale={self.init_scale} and model.softcap={self.softcap} must be positive")
         attention_op.resolve(self.attention_engine)
         delta_rule_op.resolve(self.delta_engine)
+        loss_head.check_name(self.head_engine)
 
     def kinds(self) -> list[str]:
         """Kind of every layer, first to last: "global", "kda", "gdn" or "window"."""
@@ -231,7 +235,8 @@ class LanguageModel(nn.Module):
             context: row length.
         """
         hidden = self.hidden(tokens, cu_seqlens, context)
-        return total_nats(hidden, self.head.weight, targets, self.settings.softcap)
+        s = self.settings
+        return total_nats(hidden, self.head.weight, targets, s.softcap, engine=s.head_engine)
 
     @torch.no_grad()
     def nats(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, context: int) -> Tensor:
