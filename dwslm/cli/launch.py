@@ -20,7 +20,7 @@ from dwslm.cli.prepare import prepare_sample
 from dwslm.config import SAMPLE_DATA, RunConfig, config_hash, resume_config, to_plain
 from dwslm.data.packing import RowStream
 from dwslm.data.shards import Dataset
-from dwslm.model.lm import LanguageModel
+from dwslm.model.lm import DTYPES, LanguageModel, ModelSettings
 from dwslm.ops import attention, delta_rule
 from dwslm.optim.optimizer import Optimizer
 from dwslm.optim.schedule import learning_rate
@@ -212,7 +212,8 @@ def describe(config: RunConfig, built: Built, console: Console) -> None:
                 "numerics": f"{s.dtype} compute on float32 masters, MLP in {'FP8' if s.mlp_precision == 'fp8' else s.dtype}"
                 + (", deterministic" if config.train.deterministic else "")
                 + (", compiled" if config.train.compile else ""),
-                "engines": f"attention {attention.resolve(s.attention_engine)}, delta rule {delta_rule.resolve(s.delta_engine)}",
+                "engines": f"attention {attention.resolve(s.attention_engine, device, DTYPES[s.dtype], s.head_dim)}, "
+                f"delta rule {delta_engine(s, device)}",
                 "residual factor": f"{built.model.layers[0].factor:g}",
                 "data": f"{config.data.path}, {len(built.train):,} documents, held out {len(built.valid):,}",
             },
@@ -225,6 +226,20 @@ def describe(config: RunConfig, built: Built, console: Console) -> None:
     console.print(data_table(description))
     for warning in description["warnings"]:
         console.print(Text(f"note: {warning}"))
+
+
+def delta_engine(s: ModelSettings, device: torch.device) -> str:
+    """Engine of the linear-attention layers."""
+    if s.local == "window":
+        return "not used"
+    return delta_rule.resolve(
+        s.delta_engine,
+        device=device,
+        dtype=DTYPES[s.dtype],
+        head_dim=s.delta_head_dim,
+        bounded=s.delta_gate == "bounded",
+        scalar_gate=s.local == "gdn",
+    )
 
 
 def check_same_data(state: dict[str, Any], stream: RowStream, found: Checkpoint) -> None:

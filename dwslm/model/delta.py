@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dwslm.model.projection import OutputBlock, Projection
 from dwslm.model.value_embedding import ValueEmbedding
-from dwslm.ops.delta_rule import delta_rule
+from dwslm.ops.delta_rule import delta_rule, gated_delta_rule
 from dwslm.ops.norm import l2_norm, rms_norm
 from dwslm.ops.segments import Segments
 from dwslm.ops.short_conv import short_conv
@@ -84,7 +84,8 @@ class DeltaAttention(nn.Module):
             v = self.value_embedding(v, value_gate[0], tokens)
         if self.kind == "kda":
             decay, gate = self.decay_up(decay), self.gate_up(gate) + self.gate_bias.to(gate.dtype)
-        o = delta_rule(
+        rule = delta_rule if self.kind == "kda" else gated_delta_rule
+        o = rule(
             q,
             k,
             v,
@@ -92,6 +93,7 @@ class DeltaAttention(nn.Module):
             torch.sigmoid(beta.float()),
             segments,
             scale=self.head_dim**-0.5,
+            bounded=self.gate == "bounded",
             engine=self.engine,
         )
         # The norm's eps must lie well under o's mean square, which is about 6e-6 at the half init scale.
@@ -99,8 +101,8 @@ class DeltaAttention(nn.Module):
         return self.output(o.flatten(1))
 
     def log_decay(self, f: Tensor) -> Tensor:
-        """float32 [T, heads, head_dim], at most 0, from the decay logits [T, heads * head_dim] (KDA) or [T, heads] (GDN)."""
+        """float32, at most 0: [T, heads, head_dim] from logits [T, heads * head_dim] (KDA), [T, heads] from as many (GDN)."""
         f = (f.float() + self.dt_bias).unflatten(-1, (self.heads, -1))
         rate = self.A_log.exp()[:, None]
         g = GATE_BOUND * torch.sigmoid(rate * f) if self.gate == "bounded" else -rate * F.softplus(f)
-        return g.expand(-1, -1, self.head_dim)
+        return g if self.kind == "kda" else g[:, :, 0]

@@ -80,9 +80,9 @@ class ModelSettings:
     dtype: str = "bfloat16"
     """Dtype of activations and of the matrices' compute copies: "bfloat16" or "float32". Masters are always float32."""
     attention_engine: str = "auto"
-    """Kernel of softmax attention, a name or "auto"."""
+    """Kernel of softmax attention: "flash", "flash_attn", "flex", "torch", or "auto", which is "flash" on a GPU that has it."""
     delta_engine: str = "auto"
-    """Kernel of the delta rule, a name or "auto"."""
+    """Kernel of the delta rule: "cudnn", "fla", "torch", "fla_gdn" (for "gdn" only), or "auto", the fastest that fits."""
     head_engine: str = "auto"
     """Kernel of the loss head: "torch", "compiled" or "auto"."""
     rope: RopeSettings = field(default_factory=RopeSettings)
@@ -131,8 +131,8 @@ class ModelSettings:
             raise ValueError(f"model.head_dim={self.head_dim} must be even: rotary positions turn pairs")
         if self.init_scale <= 0 or self.softcap <= 0:
             raise ValueError(f"model.init_scale={self.init_scale} and model.softcap={self.softcap} must be positive")
-        attention_op.resolve(self.attention_engine)
-        delta_rule_op.resolve(self.delta_engine)
+        attention_op.check_name(self.attention_engine)
+        delta_rule_op.check_name(self.delta_engine)
         loss_head.check_name(self.head_engine)
 
     def kinds(self) -> list[str]:
@@ -234,7 +234,10 @@ class LanguageModel(nn.Module):
             cu_seqlens: int32 [slots + 1], covering all T.
             context: row length.
         """
-        hidden = self.hidden(tokens, cu_seqlens, context)
+        return self.loss(self.hidden(tokens, cu_seqlens, context), targets)
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Sum of nats over the scored targets, float32 scalar, from the final norm's output [T, width]."""
         s = self.settings
         return total_nats(hidden, self.head.weight, targets, s.softcap, engine=s.head_engine)
 

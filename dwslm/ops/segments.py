@@ -1,6 +1,7 @@
 """Document boundaries of a packed batch, in the forms that attention, convolution, recurrence and rotary positions need."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,14 @@ class Segments:
         ids: int64 [T], index of the segment that holds each token.
         positions: int64 [T], position of each token inside its segment.
         context: row length; T is a multiple of it and no segment crosses a multiple of it.
+        masks: attention masks by window, made by the first layer that wants one for the other layers of this batch.
     """
 
     cu_seqlens: Tensor
     ids: Tensor
     positions: Tensor
     context: int
+    masks: dict[int | None, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def rows(self) -> int:

@@ -4,31 +4,29 @@ import time
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
+from dwslm.data.loader import GlobalBatch, TorchBatch
 from dwslm.data.packing import RowStream
-from dwslm.model.lm import LanguageModel
+from dwslm.model.attention import Attention
+from dwslm.model.lm import DTYPES, LanguageModel
+from dwslm.ops.loss_head.compiled import CHUNK_BYTES
 from dwslm.optim.groups import memory_bytes
 from dwslm.optim.optimizer import Optimizer
 from dwslm.train.plan import Plan
-from dwslm.train.report import facts, memory_table
+from dwslm.train.report import facts, gigabytes, memory_table
 from dwslm.train.settings import TrainSettings
+from dwslm.train.step import TrainStep
 
 CPU_TOKENS = 512  # of the first row: a CPU would need hours for a step of the main model
 
 
 def dry_run(
-    model: LanguageModel,
-    optimizer: Optimizer,
-    stream: RowStream,
-    plan: Plan,
-    train: TrainSettings,
-    console: Console,
+    model: LanguageModel, optimizer: Optimizer, stream: RowStream, plan: Plan, train: TrainSettings, console: Console
 ) -> None:
     """Prints the first batch's statistics and a memory estimate, and runs one step whose weights nobody keeps.
 
-    On a CPU the step takes the first `CPU_TOKENS` slots of the first row only, and says so. Activations are counted as
-    autograd keeps them in that step and scaled to a micro-batch: an upper estimate for a compiled model.
+    A GPU runs the first micro-batch as training would, and its peak memory is measured. A CPU takes the first `CPU_TOKENS`
+    slots of the first row only, and says so.
     """
     batch = stream.batch(0, plan.micro_batch_rows)
     lengths = [b - a for a, b in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)]
@@ -45,49 +43,65 @@ def dry_run(
             },
         )
     )
-    device = optimizer.device
-    context = min(plan.context, CPU_TOKENS) if device.type == "cpu" else plan.context
-    size = context if device.type == "cpu" else len(batch.tokens)
-    tokens = torch.from_numpy(batch.tokens[:size]).to(device, torch.int64)
-    targets = torch.from_numpy(batch.targets[:size]).to(device, torch.int64)
-    cu_seqlens = torch.from_numpy(batch.cu_seqlens).to(device).clamp(max=size)
+    console.print(memory_table(estimate(model, optimizer, train.micro_batch_tokens)))
 
+    on_gpu = optimizer.device.type == "cuda"
+    rows, context = (plan.micro_batch_rows, plan.context) if on_gpu else (1, min(plan.context, CPU_TOKENS))
+    size = rows * context
+    micro_batch = TorchBatch(
+        tokens=torch.from_numpy(batch.tokens[:size]),
+        targets=torch.from_numpy(batch.targets[:size]).long(),
+        cu_seqlens=torch.from_numpy(batch.cu_seqlens).clamp(max=size),
+        context=context,
+        scored=int((batch.targets[:size] >= 0).sum()),
+    )
+    step = TrainStep(model, optimizer, rows, context, len(batch.docs), compile=train.compile and on_gpu)
     started = time.perf_counter()
-    kept: dict[int, int] = {}
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model(tokens, targets, cu_seqlens, context) / (targets >= 0).sum()
-    loss.backward()
-    optimizer.accumulate()
-    norm = optimizer.step(plan.rate(0))
-    console.print(
-        facts(
-            "One step" + (f", on the first {size} slots of the first row" if size < len(batch.tokens) else ""),
-            {
-                "loss": f"{loss.item():.4f} nats a token, {loss.item() / 0.6931471805599453:.4f} bits",
-                "gradient norm": f"{norm.item():.4f}",
-                "seconds": f"{time.perf_counter() - started:.1f}",
-            },
-        )
+    loss, norm = step.run(
+        GlobalBatch([micro_batch], micro_batch.scored, batch.segments, batch.padding, first_row=0, next_row=rows),
+        plan.rate(0),
     )
+    nats = loss.item()
+    figures = {
+        "loss": f"{nats:.4f} nats a token",
+        "gradient norm": f"{norm.item():.4f}",
+        "seconds": f"{time.perf_counter() - started:.1f}"
+        + (", compilation included" if train.compile and on_gpu else ""),
+    }
+    if on_gpu:
+        figures["peak memory, measured"] = gigabytes(torch.cuda.max_memory_allocated(optimizer.device))
+    what = "the first micro-batch" if on_gpu else f"the first {size} slots of the first row"
+    console.print(facts(f"One step, on {what}", figures))
+
+
+def estimate(model: LanguageModel, optimizer: Optimizer, tokens: int) -> dict[str, int]:
+    """Bytes a compiled run on a GPU will hold, counted from shapes.
+
+    Activations are what the backward pass of a fused build has to keep: the stream before each sublayer, every norm's output,
+    projections, convolution and gate outputs, attention outputs, both sides of the squared ReLU, and with attention residuals
+    each reader's mix. A CPU keeps several times that, since its delta rule spells out its chunks in float32.
+    """
+    s = model.settings
+    element = DTYPES[s.dtype].itemsize
+    per_token = 0
+    for layer in model.layers:
+        mixer = layer.mixer
+        inner = mixer.output.weight.shape[1]
+        kept = mixer.input.weight.shape[0] + inner  # projections, attention output
+        if isinstance(mixer, Attention):
+            kept += (mixer.heads + mixer.kv_heads) * mixer.head_dim  # q and k turned
+        else:
+            kept += 3 * inner + inner  # convolution, gated output
+            per_token += 4 * inner  # log decay, float32
+        kept += 4 * s.width + 2 * s.mlp_hidden  # two norms, the stream twice, the MLP
+        kept += 2 * s.width if s.depth_block else 0
+        per_token += element * kept
     copies = sum(p.numel() * p.element_size() for p in model.parameters())
-    held = memory_bytes(optimizer.blocks)
-    console.print(
-        memory_table(
-            {
-                "model (compute copies, tables)": copies,
-                "gradients of a micro-batch": copies,
-                **{f"optimizer: {kind}": held_bytes for kind, held_bytes in held.items()},
-                f"activations of {train.micro_batch_tokens:,} tokens": round(
-                    sum(kept.values()) / size * train.micro_batch_tokens
-                ),
-            }
-        )
-    )
+    logits = min(CHUNK_BYTES, tokens * element * model.vocab_size)
+    return {
+        "model (compute copies, tables)": copies,
+        "gradients of a micro-batch": copies,
+        **{f"optimizer: {kind}": size for kind, size in memory_bytes(optimizer.blocks).items()},
+        f"activations of {tokens:,} tokens, compiled": per_token * tokens,
+        "loss head (a chunk of logits and its gradient)": 2 * logits + 4 * model.head.weight.numel(),
+    }

@@ -1,5 +1,7 @@
 """One optimizer step: micro-batches forward and backward, then the update."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -34,9 +36,10 @@ class TrainStep:
         self.rate = torch.zeros((), device=device)
         self.scored = torch.ones((), device=device)
         self.loss = torch.zeros((), device=device)
+        # The loss head stays outside: it makes its own gradients chunk by chunk. Scoring takes the model as it is.
+        self.hidden: Callable[..., Tensor] = model.hidden
         if compile:
-            # The loss head stays outside: it makes its own gradients chunk by chunk.
-            model.hidden = torch.compile(model.hidden, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+            self.hidden = torch.compile(model.hidden, fullgraph=True, dynamic=False)
 
     def micro_batch(self, batch: TorchBatch) -> None:
         """Forward, backward, and the gradients into the optimizer's accumulators."""
@@ -44,7 +47,8 @@ class TrainStep:
         self.targets.copy_(batch.targets, non_blocking=True)
         self.cu_seqlens.copy_(batch.cu_seqlens, non_blocking=True)
         # Divided by the whole batch's count, not the micro-batch's: accumulation must not change the mean.
-        loss = self.model(self.tokens, self.targets, self.cu_seqlens, self.context) / self.scored
+        hidden = self.hidden(self.tokens, self.cu_seqlens, self.context)
+        loss = self.model.loss(hidden, self.targets) / self.scored
         loss.backward()
         self.loss += loss.detach()
         self.optimizer.accumulate()

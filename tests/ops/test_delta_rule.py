@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dwslm.ops.delta_rule import delta_rule, resolve
+from dwslm.ops.delta_rule import delta_rule, gated_delta_rule
 from dwslm.ops.delta_rule.reference import delta_rule_reference
 from dwslm.ops.segments import segments
 from tests.ops.helpers import UNEVEN, boundaries, output_and_gradients, relative_error
@@ -59,7 +59,7 @@ def test_recurrence_by_hand():
     assert out.flatten().tolist() == pytest.approx([2 * s1, 2 * s2])
 
 
-def test_a_broadcast_gate_is_gated_deltanet():
+def test_one_decay_a_head_is_gated_deltanet():
     """Gated DeltaNet's own form (arXiv 2412.06464, eq. 10): S_t = a_t S_{t-1} (I - b k k^T) + b v k^T, S in R^{dv x dk}."""
     torch.manual_seed(0)
     q, k, v, _, beta = draw(50, "slow")
@@ -69,15 +69,7 @@ def test_a_broadcast_gate_is_gated_deltanet():
         keep = torch.eye(KEY) - beta[t][:, None, None] * k[t][:, :, None] * k[t][:, None, :]
         state = a[t][:, None, None] * state @ keep + beta[t][:, None, None] * v[t][:, :, None] * k[t][:, None, :]
         want.append(torch.einsum("hvk,hk->hv", state, q[t]))
-    got = delta_rule(
-        q,
-        k,
-        v,
-        a.log()[:, :, None].expand(-1, -1, KEY),
-        beta,
-        segments(boundaries([0, 50]), 50, 50),
-        scale=1.0,
-    )
+    got = gated_delta_rule(q, k, v, a.log(), beta, segments(boundaries([0, 50]), 50, 50), scale=1.0)
     assert relative_error(got, torch.stack(want)) < 1e-5
 
 
@@ -98,6 +90,17 @@ def test_bfloat16_values_give_bfloat16_outputs():
     assert out.dtype == torch.bfloat16
 
 
-def test_an_unknown_engine_is_named():
-    with pytest.raises(ValueError, match="unknown delta-rule engine 'fast'"):
-        resolve("fast")
+def test_new_boundaries_cost_no_recompilation():
+    torch.manual_seed(0)
+    inputs = draw(96, "typical")
+    compiled = torch.compile(
+        lambda cu, *x: delta_rule(*x, segments(cu, 96, 96), scale=0.2),
+        backend="aot_eager",
+        fullgraph=True,
+        dynamic=False,
+    )
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for offsets in ([0, 96, 96], [0, 50, 96]):
+            cu = boundaries(offsets)
+            want = delta_rule(*inputs, segments(cu, 96, 96), scale=0.2)
+            assert relative_error(compiled(cu, *inputs), want) < 1e-6

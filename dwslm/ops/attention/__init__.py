@@ -3,26 +3,37 @@
 o_t = sum_s softmax_s(scale * q_t . k_s) v_s     over s <= t in t's segment, and s > t - window where a window is set
 """
 
-from collections.abc import Callable
-
+import torch
 from torch import Tensor
 
 from dwslm.ops.attention.blocked import attention_blocked
 from dwslm.ops.segments import Segments
 
-ENGINES: dict[str, Callable[..., Tensor]] = {"torch": attention_blocked}
+ENGINES = ("flash", "flash_attn", "flex", "torch")
 
 
-def resolve(engine: str) -> str:
-    """Name of the engine that `engine` stands for; `auto` is the fastest one that is installed.
+def check_name(engine: str) -> None:
+    """Raises ValueError for a name that is neither an engine nor `auto`."""
+    if engine != "auto" and engine not in ENGINES:
+        raise ValueError(f"unknown attention engine {engine!r}: choose one of auto, {', '.join(ENGINES)}")
+
+
+def resolve(engine: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Name of the engine that `engine` stands for.
+
+    `auto` is "flash" where that fits: an NVIDIA GPU of the Ampere generation or newer, bfloat16 or float16. Else it is
+    "torch". A named engine is never replaced by another.
 
     Raises:
-        ValueError: for a name that is not an engine.
+        ValueError: for a name that is not an engine, and for an engine that is not installed or does not fit.
     """
-    name = "torch" if engine == "auto" else engine
-    if name not in ENGINES:
-        raise ValueError(f"unknown attention engine {engine!r}: choose one of auto, {', '.join(ENGINES)}")
-    return name
+    check_name(engine)
+    if engine == "torch" or (engine == "auto" and device.type != "cuda"):
+        return "torch"
+    # Not at the top: it imports PyTorch's compiler, a second that a run on a CPU need not pay.
+    from dwslm.ops.attention import gpu
+
+    return gpu.choose(engine, device, dtype, head_dim)
 
 
 def attention(
@@ -46,5 +57,13 @@ def attention(
 
     Returns:
         [T, heads, head_dim] in q's dtype.
+
+    Raises:
+        ValueError: as `resolve` does.
     """
-    return ENGINES[resolve(engine)](q, k, v, segments, scale=scale, window=window)
+    name = resolve(engine, q.device, q.dtype, q.shape[-1])
+    if name == "torch":
+        return attention_blocked(q, k, v, segments, scale=scale, window=window)
+    from dwslm.ops.attention import gpu
+
+    return gpu.ENGINES[name](q, k, v, segments, scale=scale, window=window)

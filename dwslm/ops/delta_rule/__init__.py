@@ -3,30 +3,57 @@
     S_t = (I - beta_t k_t k_t^T) diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T          S in R^{key_dim x value_dim}
     o_t = scale * S_t^T q_t                                                          S = 0 before each segment
 
-Gated DeltaNet (arXiv 2412.06464) is the same recurrence with one decay a head: hand over g of that head broadcast over its
-channels.
+Gated DeltaNet (arXiv 2412.06464) is the same recurrence with one decay a head: `gated_delta_rule`.
 """
 
-from collections.abc import Callable
-
+import torch
 from torch import Tensor
 
 from dwslm.ops.delta_rule.chunked import delta_rule_chunked
 from dwslm.ops.segments import Segments
 
-ENGINES: dict[str, Callable[..., Tensor]] = {"torch": delta_rule_chunked}
+ENGINES = ("cudnn", "fla", "torch")
+# Has kernels for one decay a head only. The others take that too, broadcast over the channels, and `auto` is one of them.
+SCALAR_ENGINES = ("fla_gdn",)
 
 
-def resolve(engine: str) -> str:
-    """Name of the engine that `engine` stands for; `auto` is the fastest one that is installed.
+def check_name(engine: str) -> None:
+    """Raises ValueError for a name that is neither an engine nor `auto`."""
+    names = ("auto", *ENGINES, *SCALAR_ENGINES)
+    if engine not in names:
+        raise ValueError(f"unknown delta-rule engine {engine!r}: choose one of {', '.join(names)}")
+
+
+def resolve(
+    engine: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    bounded: bool,
+    scalar_gate: bool = False,
+) -> str:
+    """Name of the engine that computes: for `auto` the first of `ENGINES` that is installed and fits, else `engine` itself.
+
+    Args:
+        engine: a name, or `auto`.
+        device, dtype: of the values.
+        head_dim: width of a head.
+        bounded: whether no log decay is less than -5.
+        scalar_gate: whether there is one decay a head instead of one per channel.
 
     Raises:
-        ValueError: for a name that is not an engine.
+        ValueError: for an unknown name, or an engine that is missing or does not fit: with the reason and the way out.
     """
-    name = "torch" if engine == "auto" else engine
-    if name not in ENGINES:
-        raise ValueError(f"unknown delta-rule engine {engine!r}: choose one of auto, {', '.join(ENGINES)}")
-    return name
+    check_name(engine)
+    if engine in SCALAR_ENGINES and not scalar_gate:
+        raise ValueError(f"delta-rule engine {engine!r} takes one decay a head (model.local=gdn): use another for kda")
+    if engine == "torch" or (engine == "auto" and device.type != "cuda"):
+        return "torch"
+    # Not at the top: it imports PyTorch's compiler, a second that a run on a CPU need not pay.
+    from dwslm.ops.delta_rule import gpu
+
+    return gpu.choose(engine, device, dtype, head_dim, bounded)
 
 
 def delta_rule(
@@ -38,6 +65,7 @@ def delta_rule(
     segments: Segments,
     *,
     scale: float,
+    bounded: bool = False,
     engine: str = "auto",
 ) -> Tensor:
     """The recurrence above over a packed batch.
@@ -48,9 +76,48 @@ def delta_rule(
         g: float32 [T, heads, key_dim], log decay, at most 0.
         beta: float32 [T, heads], in (0, 1).
         segments: boundaries; the state is zero at the start of each.
+        bounded: that no entry of g is less than -5, which the fast engines need.
         engine: a name out of `ENGINES`, or `auto`.
 
     Returns:
         [T, heads, value_dim] in v's dtype.
+
+    Raises:
+        ValueError: as `resolve` does.
     """
-    return ENGINES[resolve(engine)](q, k, v, g, beta, segments, scale=scale)
+    name = resolve(engine, device=v.device, dtype=v.dtype, head_dim=q.shape[-1], bounded=bounded)
+    return _run(name, q, k, v, g, beta, segments, scale)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    segments: Segments,
+    *,
+    scale: float,
+    bounded: bool = False,
+    engine: str = "auto",
+) -> Tensor:
+    """The recurrence with one decay a head: g is float32 [T, heads]. All else as in `delta_rule`.
+
+    Args:
+        engine: a name out of `SCALAR_ENGINES` for kernels of its own; else g is broadcast for one out of `ENGINES`.
+    """
+    key_dim = q.shape[-1]
+    name = resolve(engine, device=v.device, dtype=v.dtype, head_dim=key_dim, bounded=bounded, scalar_gate=True)
+    if name not in SCALAR_ENGINES:
+        g = g[:, :, None].expand(-1, -1, key_dim)
+    return _run(name, q, k, v, g, beta, segments, scale)
+
+
+def _run(
+    name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments, scale: float
+) -> Tensor:
+    if name == "torch":
+        return delta_rule_chunked(q, k, v, g, beta, segments, scale=scale)
+    from dwslm.ops.delta_rule import gpu
+
+    return gpu.ENGINES[name].run(q, k, v, g, beta, segments, scale=scale)

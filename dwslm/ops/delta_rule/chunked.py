@@ -47,7 +47,7 @@ def delta_rule_chunked(
     )
     same, carried, kept, open_end = _masks(segments, chunks, padded, heads)
 
-    gsum = g.cumsum(dim=2)
+    gsum = _running_sum(g)
     keys, queries = _pair_products(torch.stack([k, q]), k, gsum)
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     queries = queries.masked_fill(~(same & lower), 0.0)
@@ -71,6 +71,15 @@ def delta_rule_chunked(
     out = q_in @ torch.stack(states, dim=1) + queries @ torch.stack(updates, dim=1)
     out = out.unflatten(0, (rows, heads)).permute(0, 2, 3, 1, 4).reshape(rows, padded, heads, -1)
     return out[:, :context].reshape(total, heads, -1).to(dtype)
+
+
+def _running_sum(x: Tensor) -> Tensor:
+    """Sums over the tokens of a chunk so far. A GPU's cumsum is refused where results must be deterministic."""
+    size = 1
+    while size < CHUNK:
+        x = x + F.pad(x[..., :-size, :], (0, 0, size, 0))
+        size *= 2
+    return x
 
 
 def _masks(segments: Segments, chunks: int, padded: int, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -25,8 +25,9 @@ def depth_mix(sources: list[Tensor], inverse: list[Tensor], query: Tensor, gain:
         [T, width] in the sources' dtype; softmax and sum are float32.
     """
     key = query * gain
-    scores = torch.cat([(v.float() @ key)[:, None] * r for v, r in zip(sources, inverse, strict=True)], dim=1)
-    weights = torch.softmax(scores, dim=1)
+    # Products and sums, not a matrix product: a compiler fuses them with what reads the sources anyway.
+    scores = [(v.float() * key).sum(-1, keepdim=True) * r for v, r in zip(sources, inverse, strict=True)]
+    weights = torch.softmax(torch.cat(scores, dim=1), dim=1)
     mixed = weights[:, :1] * sources[0].float()
     for i in range(1, len(sources)):
         mixed = torch.addcmul(mixed, weights[:, i : i + 1], sources[i].float())

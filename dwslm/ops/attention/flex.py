@@ -1,0 +1,84 @@
+"""FlexAttention (arXiv 2412.05496): PyTorch's generated kernel, told by a block mask which tiles hold visible keys.
+
+What a query sees is one stretch of its row, from a first key up to itself, and that first key never moves back along the row.
+So the mask needs one integer a query, and the tiles follow from the stretches' ends: no T x T mask is ever made. All windows
+share one kernel.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from dwslm.ops.segments import Segments
+
+TILE = 128  # queries and keys of a tile
+
+
+def attention_flex(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, scale: float, window: int | None = None
+) -> Tensor:
+    """See `attention`. The mask is made once a batch and window, and kept on `segments` for the other layers."""
+    mask = segments.masks.get(window)
+    if mask is None:
+        mask = segments.masks[window] = block_mask(segments, window)
+
+    def by_row(x: Tensor) -> Tensor:
+        return x.unflatten(0, (segments.rows, segments.context)).transpose(1, 2)
+
+    run: Callable[..., Tensor]
+    if torch.compiler.is_compiling():
+        run = flex_attention
+    else:
+        run = _compiled()  # uncompiled it would write out all the scores
+    out = run(by_row(q), by_row(k), by_row(v), block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    # fullgraph: one shape too many is an error; without it, it would be an uncompiled call.
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+
+def block_mask(segments: Segments, window: int | None) -> BlockMask:
+    """Tiles with something to see, per row and query tile: the wholly visible ones apart from those to be masked.
+
+    Args:
+        segments: boundaries.
+        window: tokens that a query sees, itself included; None for all before it in its segment.
+    """
+    rows, context = segments.rows, segments.context
+    index = torch.arange(context, device=segments.positions.device)
+    first = index - segments.positions.view(rows, context)  # [rows, context]: first visible key, counted in the row
+    if window is not None:
+        first = torch.maximum(first, index - (window - 1))
+
+    own = torch.arange(-(-context // TILE), device=index.device)  # a query tile's own number, and that of its key tile
+    start = own * TILE
+    lowest = first[:, start]  # of the tile's first query
+    highest = first[:, (start + TILE - 1).clamp(max=context - 1)]  # of its last
+    seen = lowest // TILE  # first key tile with a visible key; all up to `own` have one
+    whole = torch.minimum((highest + TILE - 1) // TILE, own)  # first that all of its queries see wholly; else `own`
+    # To be masked: seen .. whole - 1, then `own`. Wholly visible: whole .. own - 1.
+    masked = whole - seen
+    offset = own.expand(rows, own.numel(), own.numel())  # the place in a list of key tiles
+    masked_tiles = torch.where(offset < masked[..., None], seen[..., None] + offset, own[:, None])
+    whole_tiles = torch.minimum(whole[..., None] + offset, own[:, None])
+
+    first = first.int()
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= first[row, query])
+
+    return BlockMask.from_kv_blocks(
+        (masked + 1).int()[:, None],
+        masked_tiles.int()[:, None],
+        (own - whole).int()[:, None],
+        whole_tiles.int()[:, None],
+        BLOCK_SIZE=TILE,
+        mask_mod=visible,
+        seq_lengths=(context, context),
+    )
