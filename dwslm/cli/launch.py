@@ -60,6 +60,8 @@ def launch(config: RunConfig | dict[str, Any], overrides: Sequence[str]) -> None
     console = make_console()
     # cuBLAS picks its workspace, and with it its order of summation, from this; deterministic runs need it fixed.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Installing an unrelated package must not reroute flash-linear-attention's kernels.
+    os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
     given = to_plain(config) if isinstance(config, RunConfig) else config
     if given["resume"]:
         if given["init_from"]:

@@ -4,6 +4,8 @@ plain:                 x += factor * f(norm(x))
 attention residuals:   h = depth_mix(embedding, finished blocks, partial sum);  partial += factor * f(norm(h))
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor, nn
 
@@ -25,41 +27,58 @@ class DepthQuery(nn.Module):
         self.gain = nn.Parameter(torch.empty(width))
 
 
-class PlainStream:
-    """The usual residual stream: every reader sees the running sum."""
+# Streams are values: `add` gives a new one. A compiler follows that exactly, which cannot be said of attributes that change.
 
-    def __init__(self, x: Tensor):
-        self.x = x
+
+@dataclass(frozen=True)
+class PlainStream:
+    """The usual residual stream: every reader sees the running sum x, [T, width]."""
+
+    x: Tensor
 
     def read(self, query: DepthQuery | None) -> Tensor:
         return self.x
 
-    def add(self, y: Tensor) -> None:
-        self.x = self.x + y
+    def add(self, y: Tensor) -> "PlainStream":
+        return PlainStream(self.x + y)
 
 
+@dataclass(frozen=True)
 class DepthStream:
-    """Block attention residuals (arXiv 2603.15031): sums of `block_size` sublayers, mixed anew for every reader."""
+    """Block attention residuals (arXiv 2603.15031): sums of `block_size` sublayers, mixed anew for every reader.
 
-    def __init__(self, x: Tensor, block_size: int, eps: float):
-        self.blocks, self.inverse = [x], [inverse_rms(x, eps)]
-        self.partial: Tensor | None = None
-        self.block_size, self.eps, self.added = block_size, eps, 0
+    Attributes:
+        block_size: sublayers whose outputs add up to one block.
+        eps: of the key norm.
+        blocks: the embedding and the finished blocks, [T, width] each.
+        inverse: their `inverse_rms`.
+        partial: sum of the block in progress, None at its start.
+        added: sublayers so far.
+    """
+
+    block_size: int
+    eps: float
+    blocks: tuple[Tensor, ...] = ()
+    inverse: tuple[Tensor, ...] = ()
+    partial: Tensor | None = None
+    added: int = 0
+
+    def with_block(self, block: Tensor) -> "DepthStream":
+        """The stream with one more finished block, and none in progress."""
+        blocks, inverse = (*self.blocks, block), (*self.inverse, inverse_rms(block, self.eps))
+        return replace(self, blocks=blocks, inverse=inverse, partial=None)
 
     def read(self, query: DepthQuery | None) -> Tensor:
         assert query is not None
-        sources, inverse = self.blocks, self.inverse
+        sources, inverse = list(self.blocks), list(self.inverse)
         if self.partial is not None:
             sources, inverse = [*sources, self.partial], [*inverse, inverse_rms(self.partial, self.eps)]
         return depth_mix(sources, inverse, query.query, query.gain)
 
-    def add(self, y: Tensor) -> None:
-        self.partial = y if self.partial is None else self.partial + y
-        self.added += 1
-        if self.added % self.block_size == 0:
-            self.blocks.append(self.partial)
-            self.inverse.append(inverse_rms(self.partial, self.eps))
-            self.partial = None
+    def add(self, y: Tensor) -> "DepthStream":
+        total = y if self.partial is None else self.partial + y
+        after = replace(self, partial=total, added=self.added + 1)
+        return after.with_block(total) if after.added % self.block_size == 0 else after
 
 
 class Block(nn.Module):
@@ -81,12 +100,14 @@ class Block(nn.Module):
         self.mixer_query = DepthQuery(width) if depth_mix else None
         self.mlp_query = DepthQuery(width) if depth_mix else None
 
-    def forward(self, stream: PlainStream | DepthStream, tokens: Tensor, segments: Segments, rotary: Rotary) -> None:
+    def forward(
+        self, stream: PlainStream | DepthStream, tokens: Tensor, segments: Segments, rotary: Rotary
+    ) -> PlainStream | DepthStream:
         """Reads the stream twice and adds to it twice."""
         x = self.mixer_norm(stream.read(self.mixer_query))
         if isinstance(self.mixer, Attention):
             y = self.mixer(x, tokens, segments, rotary)
         else:
             y = self.mixer(x, tokens, segments)
-        stream.add(self.factor * y)
-        stream.add(self.factor * self.mlp(self.mlp_norm(stream.read(self.mlp_query))))
+        stream = stream.add(self.factor * y)
+        return stream.add(self.factor * self.mlp(self.mlp_norm(stream.read(self.mlp_query))))

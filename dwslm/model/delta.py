@@ -77,7 +77,8 @@ class DeltaAttention(nn.Module):
         """[T, width] to [T, width]."""
         shape = (self.heads, self.head_dim)
         q, k, v, decay, gate, beta, *value_gate = self.input.split(x)
-        q, k, v = short_conv(torch.cat([q, k, v], dim=-1), self.conv, segments).chunk(3, dim=-1)
+        # Three calls, so that each result is contiguous as kernels want it and no copy joins or parts them.
+        q, k, v = (short_conv(y, w, segments) for y, w in zip((q, k, v), self.conv.chunk(3), strict=True))
         q, k = l2_norm(q.unflatten(-1, shape)), l2_norm(k.unflatten(-1, shape))
         v = v.unflatten(-1, shape)
         if self.value_embedding is not None:

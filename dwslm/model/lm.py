@@ -221,9 +221,11 @@ class LanguageModel(nn.Module):
         rotary = Rotary(seg.positions, self.frequencies, self.scale)
         s = self.settings
         x = rms_norm(self.embedding(tokens), eps=s.norm_eps).to(DTYPES[s.dtype])
-        stream = DepthStream(x, s.depth_block, s.norm_eps) if s.depth_block else PlainStream(x)
+        stream: PlainStream | DepthStream = PlainStream(x)
+        if s.depth_block:
+            stream = DepthStream(s.depth_block, s.norm_eps).with_block(x)
         for layer in self.layers:
-            layer(stream, tokens, seg, rotary)
+            stream = layer(stream, tokens, seg, rotary)
         return self.final_norm(stream.read(self.final_query))
 
     def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, context: int) -> Tensor:

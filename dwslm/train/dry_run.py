@@ -8,6 +8,7 @@ from rich.console import Console
 from dwslm.data.loader import GlobalBatch, TorchBatch
 from dwslm.data.packing import RowStream
 from dwslm.model.attention import Attention
+from dwslm.model.delta import DeltaAttention
 from dwslm.model.lm import DTYPES, LanguageModel
 from dwslm.ops.loss_head.compiled import CHUNK_BYTES
 from dwslm.optim.groups import memory_bytes
@@ -86,6 +87,7 @@ def estimate(model: LanguageModel, optimizer: Optimizer, tokens: int) -> dict[st
     per_token = 0
     for layer in model.layers:
         mixer = layer.mixer
+        assert isinstance(mixer, Attention | DeltaAttention)
         inner = mixer.output.weight.shape[1]
         kept = mixer.input.weight.shape[0] + inner  # projections, attention output
         if isinstance(mixer, Attention):
