@@ -29,6 +29,8 @@ from dwslm.train.settings import TrainSettings
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 SAMPLE_DATA = "data/sample"
 
+DICTIONARIES = ("data.mixture.weights",)  # settings whose keys are the user's own
+
 # What Hydra and OmegaConf raise for a command line that does not fit; `explain` makes one line of it.
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException)
 
@@ -222,7 +224,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} as {"a.b": 1}; lists and free-form dictionaries of numbers stay values."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, dict) and f"{prefix}{key}" not in ("data.mixture.weights",):
+        if isinstance(value, dict) and f"{prefix}{key}" not in DICTIONARIES:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
@@ -255,7 +257,7 @@ def explain(error: BaseException) -> str:
     for part in lines:
         if part.startswith("Could not override '"):
             name = part.split("'")[1]
-            if name in known:
+            if name in DICTIONARIES:
                 return f"{name}: a dictionary is given with a plus, +{name}={{key:value}}"
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             return f"unknown setting {name}" + (f": did you mean {near[0]}?" if near else "; see docs/settings.md")

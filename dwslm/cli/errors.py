@@ -36,7 +36,12 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(130)
     except CONFIG_ERRORS as error:
         fail(explain(error))
-    except (ValueError, OSError, FloatingPointError) as error:
+    except OSError as error:
+        # Python's own words name the file too; one without a name tells the user nothing.
+        if not raised_by_us(error) and error.filename is None:
+            raise
+        fail(f"{error.filename}: {error.strerror}" if error.filename is not None and error.strerror else str(error))
+    except (ValueError, FloatingPointError) as error:
         if not raised_by_us(error):
             raise
         fail(str(error))

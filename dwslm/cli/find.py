@@ -21,14 +21,14 @@ def find_checkpoint(which: str, runs_dir: str) -> tuple[Checkpoint, RunFolder | 
     Raises:
         ValueError: where nothing fits, listing the steps that there are, or where it is damaged.
     """
-    if (Path(which) / "manifest.json").is_file():
+    if (Path(which) / "manifest.json").is_file() and (Path(which) / "model.safetensors").is_file():
         found = checkpoints.open_checkpoint(which)
         found.verify()
         run = Path(which).resolve().parent.parent
         return found, open_run(run, runs_dir) if (run / "run.json").is_file() else None, []
-    name, _, at = which.partition("@")
+    name, sign, at = which.partition("@")
     folder = open_run(name, runs_dir)
-    if not at:
+    if not sign:
         newest, passed_over = checkpoints.newest_good(folder.checkpoints)
         if newest is None:
             raise ValueError(f"run {folder.path} has no checkpoint yet")
@@ -43,7 +43,8 @@ def find_checkpoint(which: str, runs_dir: str) -> tuple[Checkpoint, RunFolder | 
             here[step].verify()
             return here[step], folder, []
     raise ValueError(
-        f"{which!r}: run {folder.path.name} has checkpoints of steps {', '.join(map(str, sorted(here))) or 'none'}"
+        f"{which!r}: after @ comes `best` or a step; run {folder.path.name} has checkpoints of steps "
+        f"{', '.join(map(str, sorted(here))) or 'none'}"
     )
 
 
@@ -56,8 +57,9 @@ def open_split(data: DataSettings, split: str) -> Dataset:
     folder = Path(data.path)
     if not (folder / split / "manifest.json").is_file():
         raise ValueError(
-            f"{folder / split} is not a prepared dataset: make it with `dwslm prepare --out {folder} --train FILES --valid FILES`"
-            + (" or `dwslm prepare --sample`" if data.path == SAMPLE_DATA else ", and name it with data.path=")
+            f"{folder / split} is not a prepared dataset (seen from {Path.cwd()}): name the folder where it is with data.path= "
+            f"(data= in eval.py), or make it with `dwslm prepare --out {folder} --train FILES --valid FILES`"
+            + (" or `dwslm prepare --sample`" if data.path == SAMPLE_DATA else "")
         )
     dataset = open_dataset(folder / split, data.verify)
     check_tokenizer(dataset, folder / "tokenizer.json")

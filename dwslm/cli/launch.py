@@ -63,8 +63,10 @@ def launch(config: RunConfig | dict[str, Any], overrides: Sequence[str]) -> None
     # Installing an unrelated package must not reroute flash-linear-attention's kernels.
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
     given = to_plain(config) if isinstance(config, RunConfig) else config
-    if given["resume"]:
-        if given["init_from"]:
+    if not given["runs_dir"]:
+        raise ValueError("runs_dir is empty: name the folder for run folders")
+    if given["resume"] is not None:
+        if given["init_from"] is not None:
             raise ValueError("resume= goes on with a run and init_from= starts a new one: give one of them")
         resume(given, overrides, console)
         return
@@ -78,7 +80,7 @@ def launch(config: RunConfig | dict[str, Any], overrides: Sequence[str]) -> None
 def start(config: RunConfig, console: Console) -> None:
     """A new run, from fresh weights or from those of `init_from`."""
     built = build(config, lr=None)
-    if config.init_from:
+    if config.init_from is not None:
         take_weights(config, built, console)
     describe(config, built, console)
     if config.dry_run:
@@ -88,7 +90,7 @@ def start(config: RunConfig, console: Console) -> None:
     with run.lock(), RunWriter(run, run.next_attempt()) as writer:
         console.print(Text(f"run {run.path}"))
         writer.event("start", step=0, tokens=0)
-        train(config, built, run, writer, console, Position(), save_first=bool(config.init_from))
+        train(config, built, run, writer, console, Position(), save_first=config.init_from is not None)
 
 
 def resume(given: dict[str, Any], overrides: Sequence[str], console: Console) -> None:
@@ -96,7 +98,7 @@ def resume(given: dict[str, Any], overrides: Sequence[str], console: Console) ->
     run = open_run(given["resume"], given["runs_dir"])
     with run.lock():
         checkpoints.clean(run.checkpoints)
-        asked = any(override.startswith("checkpoint.verify=") for override in overrides)
+        asked = any(override.lstrip("+").startswith("checkpoint.verify=") for override in overrides)
         verify = (given if asked else run.record["config"])["checkpoint"]["verify"]
         found, rejected = checkpoints.newest_good(run.checkpoints, verify)
         for path, reason in rejected:
@@ -110,7 +112,7 @@ def resume(given: dict[str, Any], overrides: Sequence[str], console: Console) ->
             check_same_data(state, built.stream, found)
             load_checkpoint(found, built.optimizer)
             position = Position(state["step"], state["tokens"], state["row"])
-        elif config.init_from:
+        elif config.init_from is not None:
             take_weights(config, built, console)  # killed before it could save them
         receipt = make_receipt(config, built, run, found, state, position, verify, len(rejected))
         console.print(facts("Resume", receipt))
@@ -121,8 +123,8 @@ def resume(given: dict[str, Any], overrides: Sequence[str], console: Console) ->
             for path, reason in rejected:
                 writer.event("checkpoint_rejected", path=path.name, reason=reason)
             writer.event("resume", step=position.step, tokens=position.tokens, changed=changed, receipt=receipt)
-            # What a resume changes must outlive a kill before the next save.
-            save_first = bool(changed and found) or bool(config.init_from and not found)
+            # A longer plan must outlive a kill before the next save.
+            save_first = bool("train.tokens" in changed and found) or bool(config.init_from is not None and not found)
             train(config, built, run, writer, console, position, save_first=save_first)
 
 
@@ -279,6 +281,12 @@ def make_receipt(
         "data position": f"row {position.row:,}",
         "rate": f"peak {rate(plan.lr)}, next step {plan.rate(min(position.step, plan.steps - 1)):.6g}",
     }
+    threads = run.record["hardware"]["cpus"]
+    if built.optimizer.device.type == "cpu" and threads != torch.get_num_threads():
+        receipt["threads"] = (
+            f"{torch.get_num_threads()} now, {threads} at the start: sums are grouped otherwise, so the last digits of all "
+            f"that follows can differ; train.threads or OMP_NUM_THREADS={threads} avoids it"
+        )
     if found:
         how = "sizes and sha256" if verify == "sha256" else "sizes"
         receipt["verified"] = (

@@ -25,6 +25,7 @@ from dwslm.evaluate.baselines import (
 from dwslm.evaluate.bits_per_byte import EvalSettings, NatsFn, score, score_text
 from dwslm.evaluate.report import make_report, report_rows, slice_table, tables
 from dwslm.model.lm import LanguageModel
+from dwslm.model.rotary import RopeSettings
 from dwslm.runs.writer import RunWriter
 from dwslm.train.checkpoint import Checkpoint
 from dwslm.train.device import choose_device, set_numerics
@@ -39,6 +40,10 @@ def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
     `overrides` are the command line's own: an `evaluate.` setting that they do not name is the run's.
     """
     console = make_console()
+    if config.text is not None and (config.bands or config.baselines):
+        raise ValueError("text= scores one file: leave out bands and baselines, which are of the held-out set")
+    if config.yarn_factor is not None and not config.bands:
+        raise ValueError(f"yarn_factor={config.yarn_factor} is of the bands: give bands=true too")
     if not config.checkpoint:
         raise ValueError("eval.py needs checkpoint=RUN (or RUN@STEP, RUN@best, or a checkpoint's folder)")
     found, run, passed_over = find_checkpoint(config.checkpoint, config.runs_dir)
@@ -48,8 +53,8 @@ def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
     trained = from_plain(state["config"])
     if config.data:
         trained.data.path = config.data
-    given = [name.split("=", 1)[0].removeprefix("evaluate.") for name in overrides if name.startswith("evaluate.")]
-    settings = replace(trained.evaluate, **{name: getattr(config.evaluate, name) for name in given})
+    settings = given_settings(config, trained, overrides)
+    bands = band_ropes(trained, settings, config) if config.bands else {}
     valid = open_split(trained.data, "valid")
     tokenizer_path = Path(trained.data.path) / "tokenizer.json"
     if tokenizer_hash(tokenizer_path) != state["tokenizer"]:
@@ -62,7 +67,7 @@ def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
     console.print(Text(f"{found.path}: step {state['step']:,}, {state['tokens']:,} tokens"))
 
     context = trained.data.packing.context
-    if config.text:
+    if config.text is not None:
         own = score_text(nats, config.text, tokenizer, settings, eod=valid.eod, training_context=context)
         console.print(
             slice_table(f"Bits per byte, context {settings.context or context:,}", ["text"], [([config.text], own)])
@@ -88,12 +93,11 @@ def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
                 },
             )
         )
-    if config.bands:
-        bands = score_bands(
-            band_models(model, trained, settings, config.yarn_factor), valid, token_bytes(tokenizer), settings
-        )
-        console.print(band_table(bands))
-        rows += [{"slice": "band", **row} for row in bands.to_dict()["rows"]]
+    if bands:
+        nats_fns = {name: with_rope(model, rope) for name, rope in bands.items()}
+        band_report = score_bands(nats_fns, valid, token_bytes(tokenizer), settings)
+        console.print(band_table(band_report))
+        rows += [{"slice": "band", **row} for row in band_report.to_dict()["rows"]]
     if run is not None:
         at = {"step": state["step"], "tokens": state["tokens"]}
         with RunWriter(run, run.next_attempt("score"), writer="score") as writer:
@@ -113,24 +117,39 @@ def load_model(trained: RunConfig, config: ScoreConfig, found: Checkpoint, vocab
     return model.to(device).requires_grad_(False)
 
 
-def band_models(
-    model: LanguageModel, trained: RunConfig, settings: EvalSettings, factor: float | None
-) -> dict[str, NatsFn]:
-    """The model as trained, and with YaRN stretching its trained context over the last band."""
+def given_settings(config: ScoreConfig, trained: RunConfig, overrides: Sequence[str]) -> EvalSettings:
+    """The run's way of scoring, with what the command line names of `evaluate` in any of Hydra's spellings."""
+    names = [override.split("=", 1)[0].lstrip("+~") for override in overrides]
+    if "evaluate" in names:
+        return config.evaluate
+    own = [name.removeprefix("evaluate.").split(".")[0] for name in names if name.startswith("evaluate.")]
+    return replace(trained.evaluate, **{name: getattr(config.evaluate, name) for name in own})
+
+
+def band_ropes(trained: RunConfig, settings: EvalSettings, config: ScoreConfig) -> dict[str, RopeSettings]:
+    """Rotary settings as trained, and with YaRN stretching the trained context over the last band.
+
+    Raises:
+        ValueError: where there are no bands, or the factor makes no sense.
+    """
     context = trained.data.packing.context
     if not settings.bands:
         raise ValueError("evaluate.bands is empty: bands=true needs the positions where bands end")
-    factor = factor or max(1.0, settings.bands[-1] / context)
+    factor = max(1.0, settings.bands[-1] / context) if config.yarn_factor is None else config.yarn_factor
+    if not 1 <= factor < float("inf"):
+        raise ValueError(f"yarn_factor={factor} must be 1 or more")
     yarn = replace(trained.model.rope, yarn_factor=factor, yarn_context=context)
+    return {"as trained": trained.model.rope, f"YaRN x{factor:g}": yarn}
 
-    def with_rope(rope: Any) -> NatsFn:
-        def nats(batch: Batch) -> np.ndarray:
-            model.set_rope(rope)
-            return nats_function(model)(batch)
 
-        return nats
+def with_rope(model: LanguageModel, rope: RopeSettings) -> NatsFn:
+    """The model's nats under other rotary settings."""
 
-    return {"as trained": with_rope(trained.model.rope), f"YaRN x{factor:g}": with_rope(yarn)}
+    def nats(batch: Batch) -> np.ndarray:
+        model.set_rope(rope)
+        return nats_function(model)(batch)
+
+    return nats
 
 
 def progress_bar(console: Console) -> Any:

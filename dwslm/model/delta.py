@@ -38,12 +38,14 @@ class DeltaAttention(nn.Module):
         gate: str,
         gate_rank: int,
         engine: str,
+        conv_engine: str,
         eps: float,
         value_embedding: ValueEmbedding | None,
         dtype: torch.dtype,
     ):
         super().__init__()
         inner = heads * head_dim
+        self.conv_engine = conv_engine
         self.heads, self.head_dim, self.kind, self.gate, self.engine, self.eps = (
             heads,
             head_dim,
@@ -78,7 +80,9 @@ class DeltaAttention(nn.Module):
         shape = (self.heads, self.head_dim)
         q, k, v, decay, gate, beta, *value_gate = self.input.split(x)
         # Three calls, so that each result is contiguous as kernels want it and no copy joins or parts them.
-        q, k, v = (short_conv(y, w, segments) for y, w in zip((q, k, v), self.conv.chunk(3), strict=True))
+        q, k, v = (
+            short_conv(y, w, segments, self.conv_engine) for y, w in zip((q, k, v), self.conv.chunk(3), strict=True)
+        )
         q, k = l2_norm(q.unflatten(-1, shape)), l2_norm(k.unflatten(-1, shape))
         v = v.unflatten(-1, shape)
         if self.value_embedding is not None:

@@ -7,6 +7,7 @@
 Layers follow `pattern`; a "global" layer is softmax attention over the whole segment, a "local" one is the arm `local` names.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,7 @@ from dwslm.model.rotary import RopeSettings, Rotary, attention_scale, rotation_f
 from dwslm.model.value_embedding import ValueEmbedding
 from dwslm.ops import attention as attention_op
 from dwslm.ops import delta_rule as delta_rule_op
-from dwslm.ops import loss_head
+from dwslm.ops import loss_head, short_conv
 from dwslm.ops.loss_head import token_nats, total_nats
 from dwslm.ops.mlp import PRECISIONS
 from dwslm.ops.norm import rms_norm
@@ -30,6 +31,17 @@ from dwslm.ops.segments import segments
 
 LOCAL = ("kda", "gdn", "window")
 VALUE_EMBEDDINGS = ("none", "global", "alternating")
+SIZES = (
+    "width",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "window",
+    "delta_heads",
+    "delta_head_dim",
+    "delta_gate_rank",
+    "mlp_hidden",
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -83,6 +95,8 @@ class ModelSettings:
     """Kernel of softmax attention: "flash", "flash_attn", "flex", "torch", or "auto", which is "flash" on a GPU that has it."""
     delta_engine: str = "auto"
     """Kernel of the delta rule: "cudnn", "fla", "torch", "fla_gdn" (for "gdn" only), or "auto", the fastest that fits."""
+    conv_engine: str = "auto"
+    """Kernel of the short convolution: "fused" (Triton), "torch", or "auto", which is "fused" on a GPU."""
     head_engine: str = "auto"
     """Kernel of the loss head: "torch", "compiled" or "auto"."""
     rope: RopeSettings = field(default_factory=RopeSettings)
@@ -105,6 +119,15 @@ class ModelSettings:
             raise ValueError(
                 f"model.layers={self.layers} is not a multiple of the pattern's length {len(self.pattern)}: change one of them"
             )
+        for name in SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be 1 or more")
+        for name in ("depth_block", "base_depth"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be 0 (off) or more")
+        for name in ("init_scale", "softcap", "norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be above 0 and finite")
         if self.heads % self.kv_heads:
             raise ValueError(f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}")
         if self.depth_block and (2 * self.layers) % self.depth_block:
@@ -116,23 +139,11 @@ class ModelSettings:
                 f"model.norm_eps={self.norm_eps} is too large for the head norm of {self.local}, whose input has a mean "
                 "square of a few 1e-6: at most 1e-6"
             )
-        for name in (
-            "width",
-            "head_dim",
-            "window",
-            "delta_heads",
-            "delta_head_dim",
-            "delta_gate_rank",
-            "mlp_hidden",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be 1 or more")
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim} must be even: rotary positions turn pairs")
-        if self.init_scale <= 0 or self.softcap <= 0:
-            raise ValueError(f"model.init_scale={self.init_scale} and model.softcap={self.softcap} must be positive")
         attention_op.check_name(self.attention_engine)
         delta_rule_op.check_name(self.delta_engine)
+        short_conv.check_name(self.conv_engine)
         loss_head.check_name(self.head_engine)
 
     def kinds(self) -> list[str]:
@@ -177,6 +188,7 @@ class LanguageModel(nn.Module):
                     gate=s.delta_gate,
                     gate_rank=s.delta_gate_rank,
                     engine=s.delta_engine,
+                    conv_engine=s.conv_engine,
                     eps=s.norm_eps,
                     value_embedding=table,
                     dtype=dtype,

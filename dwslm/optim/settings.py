@@ -8,6 +8,7 @@ from .newton_schulz import COEFFICIENTS
 MATRIX_RULES = ("muonh", "muon", "adamw")
 HEAD_RULES = ("adamh", "adam")
 SCHEDULES = ("wsd", "linear", "cosine")
+MOST_LR = 1e4
 DTYPES = ("auto", "bfloat16", "float32")
 
 
@@ -90,6 +91,8 @@ class OptimSettings:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"optim.{name}={value} must be above 0 (or null)")
+        if self.lr is not None and self.lr > MOST_LR:
+            raise ValueError(f"optim.lr={self.lr} must be at most {MOST_LR:g}: no rule learns at such a rate")
         for name in ("adam_ratio", "eps"):
             _within(name, getattr(self, name), 0, math.inf, include_low=False)
         for name in (

@@ -1,5 +1,6 @@
 """Run folders: make one, find one again, and let only one process train in it."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -63,7 +64,10 @@ class RunLock:
     """Exclusive hold on a run, as a context manager or until `release()`."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise disk_error(f"cannot open {path}", error) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -73,8 +77,9 @@ class RunLock:
                 raise disk_error(f"cannot lock {path}", error) from error
             raise ValueError(f"{path.parent} is in use by {_describe(holder)}; stop that process first") from error
         # The content only serves the message above; what holds the run is the lock itself.
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, to_json({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk must not stop a run for it
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, to_json({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 
     def release(self) -> None:
         if self._fd >= 0:

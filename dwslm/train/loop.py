@@ -106,8 +106,9 @@ class Trainer:
             depth=self.settings.prefetch,
             pin=self.device.type == "cuda",
         )
-        if position.step in plan.scores and not self._scored(position.step):
+        if position.step > 0 and plan.scores(position.step) and not self._scored(position.step):
             self.score()  # killed between the save and the score
+        self._pin_best()  # or between the score and the pin
         with loader, TrainProgress(self.console, plan, position.step) as progress:
             since = time.perf_counter()
             reported = position.step
@@ -141,10 +142,10 @@ class Trainer:
                     progress.report(row, seconds)
                     self._check_finite(row)
 
-                if position.step in plan.saves:
+                if plan.saves(position.step):
                     paused = time.perf_counter()
                     self.save()
-                    if position.step in plan.scores:
+                    if plan.scores(position.step):
                         self.score()
                     since += time.perf_counter() - paused  # speed is of training alone
 
@@ -190,20 +191,31 @@ class Trainer:
         scores = score(nats_function(self.model), self.valid, settings, training_context=self.plan.context)
         report = make_report(scores, samples=settings.bootstrap_samples, seed=settings.seed)
         at = {"step": self.position.step, "tokens": self.position.tokens}
-        earlier = [row["bits_per_byte"] for row in self._overall_rows() if row["step"] != self.position.step]
         for row in report_rows(report):
             self.writer.evals(at | row)
         overall = report.overall.bits_per_byte
         self.writer.event("score", **at, bits_per_byte=overall, seconds=time.perf_counter() - started)
-        if overall < min(earlier, default=float("inf")):
-            root = self.run.checkpoints
-            checkpoints.pin(root, self.position.step, "best")
-            for step, reasons in checkpoints.pins(root).items():
-                if step != self.position.step and "best" in reasons:
-                    checkpoints.unpin(root, step, "best")
-            self._retain()
+        self._pin_best()
         self.console.print(f"step {self.position.step:,}: held-out bits per byte {overall:.4f}", highlight=False)
         return report
+
+    def _pin_best(self) -> None:
+        """Pins the checkpoint of the lowest score among those that compare with the last one: same text, same context."""
+        rows = self._overall_rows()
+        if not rows:
+            return
+        same = ("context", "dataset", "documents")
+        alike = [row for row in rows if all(row[key] == rows[-1][key] for key in same)]
+        best = min(alike, key=lambda row: row["bits_per_byte"])["step"]
+        root = self.run.checkpoints
+        pinned = checkpoints.pins(root)
+        if best not in {found.step for found in checkpoints.find(root)} or pinned.get(best, []).count("best"):
+            return
+        checkpoints.pin(root, best, "best")
+        for step, reasons in pinned.items():
+            if "best" in reasons:
+                checkpoints.unpin(root, step, "best")
+        self._retain()
 
     def _retain(self) -> None:
         for path in checkpoints.retain(self.run.checkpoints, self.checkpoint.keep_last):

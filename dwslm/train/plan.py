@@ -20,8 +20,8 @@ class Plan:
         micro_batch_rows: rows of `context` in a micro-batch.
         context: slots in a row.
         lr: peak learning rate of the matrices.
-        saves: steps after which a checkpoint is written.
-        scores: steps after which the held-out set is scored; each is one of `saves`.
+        save_stride, score_stride: a checkpoint is written, and the held-out set scored, after every so many steps; 0 for never.
+            Both happen after the last step too, and whatever is scored is saved first.
         pins: step -> reason for keeping its checkpoint.
     """
 
@@ -31,8 +31,8 @@ class Plan:
     micro_batch_rows: int
     context: int
     lr: float
-    saves: frozenset[int]
-    scores: frozenset[int]
+    save_stride: int
+    score_stride: int
     pins: dict[int, str]
     optim: OptimSettings
 
@@ -40,6 +40,14 @@ class Plan:
     def tokens(self) -> int:
         """Token slots in all, whole steps."""
         return self.steps * self.batch_tokens
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is written after `step` steps."""
+        return step in self.pins or self.scores(step) or (step > 0 and step % self.save_stride == 0)
+
+    def scores(self, step: int) -> bool:
+        """Whether the held-out set is scored after `step` steps."""
+        return step == self.steps or (self.score_stride > 0 and step > 0 and step % self.score_stride == 0)
 
     def rate(self, step: int) -> float:
         """Learning rate of step number `step`, counted from 0; the schedule is taken at the step's middle."""
@@ -66,14 +74,13 @@ def make_plan(
         raise ValueError(
             f"train.micro_batch_tokens={train.micro_batch_tokens} is not a multiple of the context {context}"
         )
-    steps = math.ceil(train.tokens / train.batch_tokens)
+    steps = -(-train.tokens // train.batch_tokens)
 
-    def every(tokens: int) -> set[int]:
-        stride = max(1, tokens // train.batch_tokens)
-        return set(range(stride, steps, stride))
+    def stride(tokens: int) -> int:
+        return max(1, tokens // train.batch_tokens)
 
-    scores = (every(train.eval_every_tokens) if train.eval_every_tokens else set()) | {steps}
-    pins = {math.ceil(fraction * steps): f"at-{100 * fraction:g}-percent" for fraction in checkpoint.pin_fractions}
+    # The small number undoes what a fraction like 0.07 of 100 steps is too large by.
+    pins = {math.ceil(f * steps - 1e-9): f"at-{100 * f:g}-percent" for f in checkpoint.pin_fractions}
     return Plan(
         steps=steps,
         batch_tokens=train.batch_tokens,
@@ -81,8 +88,8 @@ def make_plan(
         micro_batch_rows=train.micro_batch_tokens // context,
         context=context,
         lr=lr if lr is not None else learning_rate(steps * train.batch_tokens, train.batch_tokens, optim),
-        saves=frozenset(every(checkpoint.every_tokens) | scores | set(pins)),
-        scores=frozenset(scores),
+        save_stride=stride(checkpoint.every_tokens),
+        score_stride=stride(train.eval_every_tokens) if train.eval_every_tokens else 0,
         pins=pins,
         optim=optim,
     )

@@ -50,8 +50,8 @@ def plan_table(plan: Plan) -> Table:
             "steps": f"{plan.steps:,} of {plan.batch_tokens:,} tokens",
             "micro-batch": f"{plan.micro_batch_rows} rows of {plan.context:,}, {plan.grad_accum} accumulated",
             "peak rate": f"{rate(plan.lr)} ({plan.lr:.6g}), schedule {plan.optim.schedule}",
-            "checkpoints": f"{len(plan.saves)}, pinned: {pins or 'none'}",
-            "held-out scores": str(len(plan.scores)),
+            "checkpoints": f"every {plan.save_stride:,} steps, pinned: {pins or 'none'}",
+            "held-out scores": (f"every {plan.score_stride:,} steps and " if plan.score_stride else "") + "at the end",
         },
     )
 

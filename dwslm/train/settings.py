@@ -36,6 +36,10 @@ class TrainSettings:
         for name in ("tokens", "batch_tokens", "micro_batch_tokens", "prefetch", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be 1 or more")
+        if self.eval_documents is not None and self.eval_documents < 1:
+            raise ValueError(f"train.eval_documents={self.eval_documents} must be 1 or more, or null for all documents")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"train.seed={self.seed} must be from 0 to {2**63 - 1}")
         for name in ("threads", "eval_every_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be 0 or more")

@@ -1,6 +1,7 @@
 """One optimizer step: micro-batches forward and backward, then the update."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,9 @@ from dwslm.data.batch import IGNORE
 from dwslm.data.loader import GlobalBatch, TorchBatch
 from dwslm.model.lm import LanguageModel
 from dwslm.optim.optimizer import Optimizer
+
+# Padded strides would have to be copied away before every kernel that is not the compiler's own.
+INDUCTOR: dict[str, Any] = {"comprehensive_padding": False}
 
 
 class TrainStep:
@@ -39,7 +43,7 @@ class TrainStep:
         # The loss head stays outside: it makes its own gradients chunk by chunk. Scoring takes the model as it is.
         self.hidden: Callable[..., Tensor] = model.hidden
         if compile:
-            self.hidden = torch.compile(model.hidden, fullgraph=True, dynamic=False)
+            self.hidden = torch.compile(model.hidden, fullgraph=True, dynamic=False, options=INDUCTOR)
 
     def micro_batch(self, batch: TorchBatch) -> None:
         """Forward, backward, and the gradients into the optimizer's accumulators."""

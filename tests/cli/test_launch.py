@@ -1,8 +1,9 @@
 """The everyday jobs from the entry points' side, and every mistake that shows only once things are built."""
 
 import json
-import resource
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from dwslm.cli.find import REPOSITORY
 from dwslm.cli.launch import launch
 from dwslm.cli.score import score_checkpoint
 from dwslm.config import ScoreConfig
@@ -153,7 +155,7 @@ def test_other_scores_of_a_checkpoint_do_not_steer_the_run(tiny_data, tmp_path, 
 
 
 def test_a_missing_dataset_says_how_to_make_it(tmp_path):
-    with pytest.raises(ValueError, match="not a prepared dataset: make it with `dwslm prepare"):
+    with pytest.raises(ValueError, match="not a prepared dataset .* or make it with `dwslm prepare"):
         launch(tiny_config(tmp_path / "none", tmp_path), [])
 
 
@@ -230,15 +232,7 @@ def test_a_full_disk_while_saving_is_one_line_and_loses_nothing(tiny_data, tmp_p
     """The child may write no file longer than its logs: its first save fails as on a full disk."""
     config = tiny_config(tiny_data, tmp_path)
 
-    def limited() -> int | None:
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
-        try:
-            return in_child(config, [], lambda seconds: False)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-    assert limited() == 1
+    assert in_child(config, [], lambda seconds: False, file_bytes=60_000) == 1
     failed = open_run("latest", tmp_path)
     last = events(failed)[-1]
     assert last["event"] == "failed" and "cannot save checkpoint" in last["reason"]
@@ -246,3 +240,61 @@ def test_a_full_disk_while_saving_is_one_line_and_loses_nothing(tiny_data, tmp_p
     launch(replace(config, resume="latest"), ["resume=latest"])
     losses = [[row["loss"] for row in metrics(r)] for r in (failed, run)]
     assert np.array_equal(*losses)
+
+
+def test_best_compares_only_scores_of_the_same_text_and_is_found_again_after_a_kill(tiny_data, tmp_path):
+    config = tiny_config(tiny_data, tmp_path, tokens=8 * 256)
+    config.data.mixture = MixtureSettings()
+    launch(config, [])
+    run = open_run("latest", tmp_path)
+    assert checkpoints.pins(run.checkpoints)[8] == ["best"]
+    checkpoints.unpin(run.checkpoints, 8, "best")  # as a kill between score and pin leaves it
+    launch(replace(config, resume="latest"), ["resume=latest"])
+    assert checkpoints.pins(run.checkpoints)[8] == ["best"]
+    # From here on fewer documents are scored: whatever their score, the earlier one is of other text.
+    train = replace(config.train, tokens=16 * 256, eval_documents=1)
+    launch(replace(config, resume="latest", train=train),
+           ["resume=latest", f"train.tokens={16 * 256}", "train.eval_documents=1"])  # fmt: skip
+    assert checkpoints.pins(run.checkpoints)[16] == ["best"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text": "a.txt", "bands": True}, "text= scores one file"),
+        ({"yarn_factor": 4.0}, "yarn_factor=4.0 is of the bands"),
+        ({"yarn_factor": -2.0, "bands": True}, "yarn_factor=-2.0 must be 1 or more"),
+        ({"text": ""}, "no such file"),
+    ],
+)
+def test_a_request_that_would_be_ignored_is_refused_before_anything_is_scored(run, change, message, capsys):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        score_checkpoint(scoring(run, **change), [])
+    assert "Held-out" not in capsys.readouterr().out
+
+
+def test_what_is_given_of_evaluate_counts_in_every_spelling(run, capsys):
+    config = scoring(run)
+    config.evaluate.max_documents = 3
+    for spelling in ("evaluate.max_documents=3", "++evaluate.max_documents=3"):
+        score_checkpoint(config, [spelling])
+        assert "scored 3 of 24 documents" in capsys.readouterr().out
+
+
+def test_entry_points_leave_no_log_files_where_they_are_called(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "train.py"), "model.locl=3"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and not list(tmp_path.iterdir())
+    assert done.stderr.strip() == "error: unknown setting model.locl: did you mean model.local?"
+
+
+def test_other_threads_are_said_in_the_receipt(tiny_data, tmp_path, capsys):
+    config = tiny_config(tiny_data, tmp_path, tokens=256)
+    launch(config, [])
+    run = open_run("latest", tmp_path)
+    record = json.loads((run.path / "run.json").read_text())
+    record["hardware"]["cpus"] = 7
+    (run.path / "run.json").write_text(json.dumps(record))
+    launch(replace(config, resume="latest"), ["resume=latest"])
+    assert "1 now, 7 at the start" in capsys.readouterr().out

@@ -1,7 +1,8 @@
 """A run of seconds that has every part of a real one, and a child process to run it in."""
 
+import multiprocessing
 import os
-import signal
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -49,27 +50,32 @@ def tiny_config(data: Path, runs: Path, **train) -> RunConfig:
     )
 
 
-def in_child(config: RunConfig, overrides: list[str], kill_when: Callable[[float], bool]) -> int | None:
-    """Launches in a forked child; kills it with SIGKILL once `kill_when(seconds since the start)` holds.
+# Children are forked from a clean server process: this one may have threads by now, with which a fork can hang.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([__name__])
 
-    Returns its exit code, None if it was killed.
+
+def in_child(
+    config: RunConfig, overrides: list[str], kill_when: Callable[[float], bool], file_bytes: int | None = None
+) -> int | None:
+    """Launches in a child process; kills it with SIGKILL once `kill_when(seconds since the start)` holds.
+
+    `file_bytes` limits the size of any file it writes. Returns its exit code, None if it was killed.
     """
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (the child never returns)
-            launch(config, overrides)
-            code = 0
-        finally:
-            os._exit(code)
+    process = _CONTEXT.Process(target=_launch, args=(config, overrides, file_bytes))
+    process.start()
     started = time.monotonic()
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
+    while process.exitcode is None:
         if kill_when(time.monotonic() - started):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            process.kill()
+            process.join()
             return None
         time.sleep(0.002)
+    return process.exitcode
+
+
+def _launch(config: RunConfig, overrides: list[str], file_bytes: int | None) -> None:
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (the process ends with it)
+    if file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
+    launch(config, overrides)
