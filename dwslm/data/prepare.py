@@ -100,7 +100,7 @@ class _Work:
             if self.settings.overwrite:
                 return False
             raise ValueError(
-                f"{self.out} holds a dataset made otherwise ({other}); set overwrite to replace it, or name "
+                f"{self.out} holds a dataset made otherwise ({other}); give --overwrite to replace it, or name "
                 "another folder"
             )
         try:
@@ -109,7 +109,7 @@ class _Work:
         except (ValueError, FileNotFoundError) as error:
             if self.settings.overwrite:
                 return False
-            raise ValueError(f"{error}; set overwrite to do so in this folder") from None
+            raise ValueError(f"{error}; give --overwrite to do so in this folder") from None
         return True
 
     def _take_up(self) -> None:
@@ -123,7 +123,7 @@ class _Work:
             if begun and not self.settings.overwrite:
                 raise ValueError(
                     f"{self.partial} holds unfinished work with other settings ({other}); repeat those, or "
-                    "set overwrite to begin anew"
+                    "give --overwrite to begin anew"
                 )
             for split in SPLITS:
                 shutil.rmtree(self.partial / split, ignore_errors=True)

@@ -131,7 +131,7 @@ def reject(item: BadDocument, skip_bad: int, bad: list[BadDocument]) -> None:
     """Add one to the list of bad documents, or stop if that is one too many."""
     if len(bad) >= skip_bad:
         beyond = f" (and {skip_bad} bad documents before it)" if skip_bad else ""
-        raise ValueError(f"{item}{beyond}; mend it, or leave out up to N such documents with skip_bad=N")
+        raise ValueError(f"{item}{beyond}; mend it, or leave out up to N such documents with --skip-bad N")
     bad.append(item)
 
 
@@ -147,7 +147,7 @@ def list_files(path: Path, form: str = "auto") -> list[tuple[Path, str]]:
         kind = _kind(path) if form == "auto" else form
         if kind is None:
             raise ValueError(
-                f"{path}: cannot tell from its name what it holds; set format, or name it "
+                f"{path}: cannot tell from its name what it holds; give --format, or name it "
                 f"{', '.join(JSONL_SUFFIXES)}, {PARQUET_SUFFIX} or .txt"
             )
         return [(path, kind)]
@@ -158,7 +158,7 @@ def list_files(path: Path, form: str = "auto") -> list[tuple[Path, str]]:
     if form == "auto" and records and len(records) < len(files):
         other = next(file for file in files if _kind(file) not in ("jsonl", "parquet"))
         raise ValueError(
-            f"{path} holds both {records[0][0].name} and {other.name}: set format to say which kind to read"
+            f"{path} holds both {records[0][0].name} and {other.name}: give --format to say which kind to read"
         )
     if form == "text" or (form == "auto" and not records):
         found = [(file, "text") for file in files]

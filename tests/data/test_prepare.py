@@ -147,7 +147,7 @@ def test_a_bad_line_stops_or_is_listed(tmp_path, text):
     first, second = raw.split(b"\n", 1)
     path = tmp_path / "bad.jsonl.gz"
     path.write_bytes(gzip.compress(first + b"\n{broken\n" + second))
-    with pytest.raises(ValueError, match=r"bad\.jsonl\.gz:2: malformed JSON.*skip_bad=N"):
+    with pytest.raises(ValueError, match=r"bad\.jsonl\.gz:2: malformed JSON.*--skip-bad N"):
         prepare(settings(tmp_path / "out", (path, text[1])))
     assert not (tmp_path / "out").exists()
     summary = prepare(settings(tmp_path / "out", (path, text[1]), skip_bad=1))
@@ -179,7 +179,9 @@ def test_complete_other_settings_overwrite(tmp_path, text):
     assert not prepare(settings(out, text))["already_complete"]
     before = contents(out)
     assert prepare(settings(out, text))["already_complete"]
-    with pytest.raises(ValueError, match=r"made otherwise \(settings\.vocab_size: 300 there, 310 now\); set overwrite"):
+    with pytest.raises(
+        ValueError, match=r"made otherwise \(settings\.vocab_size: 300 there, 310 now\); give --overwrite"
+    ):
         prepare(settings(out, text, vocab_size=310))
     with pytest.raises(ValueError, match="only gives"):  # the old one stays until the new one is whole
         prepare(settings(out, text, vocab_size=9000, overwrite=True))
@@ -200,7 +202,7 @@ def test_a_damaged_dataset_is_made_again_only_when_told(tmp_path, text):
     prepare(settings(out, text))
     before = contents(out)
     (out / "train" / "00001.bin").write_bytes(b"short")
-    with pytest.raises(ValueError, match=r"00001\.bin is cut short.*set overwrite"):
+    with pytest.raises(ValueError, match=r"00001\.bin is cut short.*give --overwrite"):
         prepare(settings(out, text))
     prepare(settings(out, text, overwrite=True))
     assert contents(out) == before

@@ -247,7 +247,7 @@ def test_inputs_that_are_not_there_or_not_clear(tmp_path):
         list_files(tmp_path, "xml")
     write(tmp_path / "mixed" / "a.jsonl", lines())
     write(tmp_path / "mixed" / "README.txt", b"about")
-    with pytest.raises(ValueError, match=r"mixed holds both a\.jsonl and README\.txt: set format"):
+    with pytest.raises(ValueError, match=r"mixed holds both a\.jsonl and README\.txt: give --format"):
         read(tmp_path / "mixed")
     assert len(read(tmp_path / "mixed", form="jsonl")) == 3
 
