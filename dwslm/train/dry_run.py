@@ -10,6 +10,7 @@ from dwslm.data.packing import RowStream
 from dwslm.model.attention import Attention
 from dwslm.model.delta import DeltaAttention
 from dwslm.model.lm import DTYPES, LanguageModel
+from dwslm.ops import short_conv
 from dwslm.ops.loss_head.compiled import CHUNK_BYTES
 from dwslm.optim.groups import memory_bytes
 from dwslm.optim.optimizer import Optimizer
@@ -94,6 +95,10 @@ def estimate(model: LanguageModel, optimizer: Optimizer, tokens: int) -> dict[st
             kept += (mixer.heads + mixer.kv_heads) * mixer.head_dim  # q and k turned
         else:
             kept += 3 * inner + inner  # convolution, gated output
+            if short_conv.resolve(s.conv_engine, optimizer.device) == "torch":
+                kept += (
+                    9 * inner
+                )  # shifted copies of q, k and v, which the compiler keeps (measured: docs/lab-notes.md)
             per_token += 4 * inner  # log decay, float32
         kept += 4 * s.width + 2 * s.mlp_hidden  # two norms, the stream twice, the MLP
         kept += 2 * s.width if s.depth_block else 0
