@@ -109,7 +109,7 @@ def resume(given: dict[str, Any], overrides: Sequence[str], console: Console) ->
         built = build(config, lr=state.get("lr"))
         position = Position()
         if found:
-            check_same_data(state, built.stream, found)
+            check_same_data(state, built, found)
             load_checkpoint(found, built.optimizer)
             position = Position(state["step"], state["tokens"], state["row"])
         elif config.init_from is not None:
@@ -246,17 +246,22 @@ def delta_engine(s: ModelSettings, device: torch.device) -> str:
     )
 
 
-def check_same_data(state: dict[str, Any], stream: RowStream, found: Checkpoint) -> None:
+def check_same_data(state: dict[str, Any], built: Built, found: Checkpoint) -> None:
     """Raises ValueError where the rows so far would not be the ones that this run has seen."""
+    stream = built.stream
     if stream.dataset.tokenizer_hash != state["tokenizer"]:
         raise ValueError(
             f"{stream.dataset.path} was tokenized with another tokenizer than {found.path} was trained with: "
             "point data.path at the run's own dataset"
         )
     if stream.key_until(state["row"]) != state["stream"]:
+        if built.plan.tokens != state["planned_tokens"] and len(stream.phase_starts) > 1:
+            raise ValueError(
+                f"train.tokens={built.plan.tokens} would move the start of a phase that began before {found.path}: leave the "
+                f"plan at {state['planned_tokens']}, or start a new run with init_from="
+            )
         raise ValueError(
-            f"{stream.dataset.path} or its order is not what {found.path} was trained on (text, seed, mixture, packing, or a "
-            "longer plan that moves a phase which had begun): "
+            f"{stream.dataset.path} or its order is not what {found.path} was trained on (text, seed, mixture or packing): "
             "point data.path at the run's own dataset, or start a new run with init_from="
         )
 
