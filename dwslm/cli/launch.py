@@ -133,7 +133,7 @@ def take_weights(config: RunConfig, built: Built, console: Console) -> None:
     found, _, passed_over = find_checkpoint(str(config.init_from), config.runs_dir)
     for path, reason in passed_over:
         console.print(Text(f"passed over {path.name}: {reason}"))
-    built.optimizer.load_weights(load_weights(found.path, built.model))
+    built.optimizer.load_weights(load_weights(found, built.model))
     console.print(f"weights from {found.path}, step {found.step:,}; optimizer and data start anew", highlight=False)
 
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.progress import Progress
 from rich.text import Text
 
 from dwslm.cli.errors import make_console
 from dwslm.cli.find import find_checkpoint, open_split
 from dwslm.config import RunConfig, ScoreConfig, from_plain
 from dwslm.data.batch import Batch
-from dwslm.data.tokenizer import load_tokenizer, token_bytes, tokenizer_hash
+from dwslm.data.tokenizer import load_tokenizer, token_bytes
 from dwslm.evaluate.bands import band_table, score_bands
 from dwslm.evaluate.baselines import (
     byte_entropy,
@@ -23,7 +24,7 @@ from dwslm.evaluate.baselines import (
     xz_bits_per_byte,
 )
 from dwslm.evaluate.bits_per_byte import EvalSettings, NatsFn, score, score_text
-from dwslm.evaluate.report import make_report, report_rows, slice_table, tables
+from dwslm.evaluate.report import make_report, report_rows, run_row, slice_table, tables
 from dwslm.model.lm import LanguageModel
 from dwslm.model.rotary import RopeSettings
 from dwslm.runs.writer import RunWriter
@@ -56,8 +57,8 @@ def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
     settings = given_settings(config, trained, overrides)
     bands = band_ropes(trained, settings, config) if config.bands else {}
     valid = open_split(trained.data, "valid")
-    tokenizer_path = Path(trained.data.path) / "tokenizer.json"
-    if tokenizer_hash(tokenizer_path) != state["tokenizer"]:
+    tokenizer_path = Path(trained.data.path) / "tokenizer.json"  # the held-out set's own: open_split has checked
+    if valid.tokenizer_hash != state["tokenizer"]:
         raise ValueError(
             f"{tokenizer_path} is not the tokenizer that {found.path} was trained with: give that dataset with data="
         )
@@ -97,7 +98,7 @@ def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
         nats_fns = {name: with_rope(model, rope) for name, rope in bands.items()}
         band_report = score_bands(nats_fns, valid, token_bytes(tokenizer), settings)
         console.print(band_table(band_report))
-        rows += [{"slice": "band", **row} for row in band_report.to_dict()["rows"]]
+        rows += [run_row("band", row) for row in band_report.to_dict()["rows"]]
     if run is not None:
         at = {"step": state["step"], "tokens": state["tokens"]}
         with RunWriter(run, run.next_attempt("score"), writer="score") as writer:
@@ -112,7 +113,7 @@ def load_model(trained: RunConfig, config: ScoreConfig, found: Checkpoint, vocab
     device = choose_device(config.device)
     set_numerics(deterministic=False, threads=0)
     model = LanguageModel(trained.model, vocab_size)
-    for name, weight in load_weights(found.path, model).items():
+    for name, weight in load_weights(found, model).items():
         model.get_parameter(name).data.copy_(weight)
     return model.to(device).requires_grad_(False)
 
@@ -154,8 +155,6 @@ def with_rope(model: LanguageModel, rope: RopeSettings) -> NatsFn:
 
 def progress_bar(console: Console) -> Any:
     """A progress callable for `score` that draws nothing where the output is no terminal."""
-    from rich.progress import Progress
-
     bar = Progress(console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task("scoring")
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -182,10 +183,7 @@ def make_report(scores: Scores, *, samples: int, seed: int) -> Report:
 
 
 def report_rows(report: Report) -> list[dict[str, Any]]:
-    """One plain row per slice for a run's evals file, the overall one last: who finds it knows that all are there.
-
-    `text_tokens` are the slice's own, since `tokens` in a run's rows says how far training was.
-    """
+    """One plain row per slice for a run's evals file, the overall one last: who finds it knows that all are there."""
     kinds = {
         "source": report.by_source,
         "language": report.by_language,
@@ -193,8 +191,15 @@ def report_rows(report: Report) -> list[dict[str, Any]]:
         "overall": [report.overall],
     }
     about = {"context": report.context, "dataset": report.fingerprint, "documents_available": report.available}
-    rows = [{"slice": kind} | row.to_dict() | about for kind, slices in kinds.items() for row in slices]
-    return [{("text_tokens" if key == "tokens" else key): value for key, value in row.items()} for row in rows]
+    return [run_row(kind, row.to_dict()) | about for kind, slices in kinds.items() for row in slices]
+
+
+def run_row(kind: str, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures of a slice of this kind as a run keeps them.
+
+    Their own `tokens` become `text_tokens`: `tokens` in a run's rows says how far training was.
+    """
+    return {"slice": kind} | {("text_tokens" if key == "tokens" else key): value for key, value in figures.items()}
 
 
 def split(documents: np.ndarray, field: str, names: list[str]) -> list[tuple[str, np.ndarray]]:

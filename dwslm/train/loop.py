@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -245,13 +244,7 @@ def load_checkpoint(found: checkpoints.Checkpoint, optimizer: Optimizer) -> None
     optimizer.load(found.load_model(), found.load_optimizer())
 
 
-def load_weights(path: str | Path, model: LanguageModel) -> dict[str, Tensor]:
-    """Weights alone of a checkpoint, checked in full against its manifest and against the model's shapes.
-
-    Raises:
-        ValueError: where the checkpoint is damaged or of another model.
-    """
-    found = checkpoints.open_checkpoint(path)
-    found.verify()
+def load_weights(found: checkpoints.Checkpoint, model: LanguageModel) -> dict[str, Tensor]:
+    """Weights alone out of a checkpoint that has been verified; ValueError where they are of another model."""
     found.check_matches({name: parameter.shape for name, parameter in model.named_parameters()})
     return found.load_model()

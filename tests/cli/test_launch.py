@@ -77,6 +77,8 @@ def test_own_text_and_long_bands(run, tmp_path, capsys):
     score_checkpoint(config, ["evaluate.bands=[64,128,256]"])
     said = capsys.readouterr().out
     assert "YaRN x4" in said and "as trained" in said
+    bands = [row for row in evals(run) if row["slice"] == "band"]
+    assert bands and all(row["tokens"] == STEPS * 256 and row["text_tokens"] > 0 for row in bands)
     with pytest.raises(ValueError, match="nosuch/valid is not a prepared dataset"):
         score_checkpoint(scoring(run, data="nosuch"), [])
     with pytest.raises(FileNotFoundError, match="no such file"):
