@@ -21,7 +21,7 @@ from dwslm.config import SAMPLE_DATA, RunConfig, config_hash, resume_config, to_
 from dwslm.data.packing import RowStream
 from dwslm.data.shards import Dataset
 from dwslm.model.lm import DTYPES, LanguageModel, ModelSettings
-from dwslm.ops import attention, delta_rule
+from dwslm.ops import attention, delta_rule, loss_head, short_conv
 from dwslm.optim.optimizer import Optimizer
 from dwslm.optim.schedule import learning_rate
 from dwslm.runs.folder import RunFolder, create_run, open_run
@@ -217,7 +217,8 @@ def describe(config: RunConfig, built: Built, console: Console) -> None:
                 + (", deterministic" if config.train.deterministic else "")
                 + (", compiled" if config.train.compile else ""),
                 "engines": f"attention {attention.resolve(s.attention_engine, device, DTYPES[s.dtype], s.head_dim)}, "
-                f"delta rule {delta_engine(s, device)}",
+                f"delta rule {delta_engine(s, device)}, convolution {conv_engine(s, device)}, "
+                f"head {loss_head.resolve(s.head_engine, device)}",
                 "residual factor": f"{built.model.layers[0].factor:g}",
                 "data": f"{config.data.path}, {len(built.train):,} documents, held out {len(built.valid):,}",
             },
@@ -244,6 +245,11 @@ def delta_engine(s: ModelSettings, device: torch.device) -> str:
         bounded=s.delta_gate == "bounded",
         scalar_gate=s.local == "gdn",
     )
+
+
+def conv_engine(s: ModelSettings, device: torch.device) -> str:
+    """Engine of the linear-attention layers' convolution."""
+    return "not used" if s.local == "window" else short_conv.resolve(s.conv_engine, device, s.delta_head_dim)
 
 
 def check_same_data(state: dict[str, Any], built: Built, found: Checkpoint) -> None:

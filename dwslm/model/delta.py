@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dwslm.model.projection import OutputBlock, Projection
 from dwslm.model.value_embedding import ValueEmbedding
 from dwslm.ops.delta_rule import delta_rule, gated_delta_rule
-from dwslm.ops.norm import l2_norm, rms_norm
+from dwslm.ops.norm import rms_norm
 from dwslm.ops.segments import Segments
 from dwslm.ops.short_conv import short_conv
 
@@ -78,13 +78,10 @@ class DeltaAttention(nn.Module):
     def forward(self, x: Tensor, tokens: Tensor, segments: Segments) -> Tensor:
         """[T, width] to [T, width]."""
         shape = (self.heads, self.head_dim)
-        q, k, v, decay, gate, beta, *value_gate = self.input.split(x)
-        # Three calls, so that each result is contiguous as kernels want it and no copy joins or parts them.
-        q, k, v = (
-            short_conv(y, w, segments, self.conv_engine) for y, w in zip((q, k, v), self.conv.chunk(3), strict=True)
+        qkv, decay, gate, beta, *value_gate = self.input(x).split(
+            [sum(self.input.rows[:3]), *self.input.rows[3:]], dim=-1
         )
-        q, k = l2_norm(q.unflatten(-1, shape)), l2_norm(k.unflatten(-1, shape))
-        v = v.unflatten(-1, shape)
+        q, k, v = short_conv(qkv, self.conv, segments, self.heads, self.conv_engine)
         if self.value_embedding is not None:
             v = self.value_embedding(v, value_gate[0], tokens)
         if self.kind == "kda":

@@ -96,7 +96,7 @@ class ModelSettings:
     delta_engine: str = "auto"
     """Kernel of the delta rule: "cudnn", "fla", "torch", "fla_gdn" (for "gdn" only), or "auto", the fastest that fits."""
     conv_engine: str = "auto"
-    """Kernel of the short convolution: "fused" (Triton), "torch", or "auto", which is "torch"."""
+    """Kernel of the short convolution: "fused" (Triton), "torch", or "auto", which is "fused" on a GPU."""
     head_engine: str = "auto"
     """Kernel of the loss head: "torch", "compiled" or "auto"."""
     rope: RopeSettings = field(default_factory=RopeSettings)

@@ -95,10 +95,8 @@ def estimate(model: LanguageModel, optimizer: Optimizer, tokens: int) -> dict[st
             kept += (mixer.heads + mixer.kv_heads) * mixer.head_dim  # q and k turned
         else:
             kept += 3 * inner + inner  # convolution, gated output
-            if short_conv.resolve(s.conv_engine, optimizer.device) == "torch":
-                kept += (
-                    9 * inner
-                )  # shifted copies of q, k and v, which the compiler keeps (measured: docs/lab-notes.md)
+            if short_conv.resolve(s.conv_engine, optimizer.device, mixer.head_dim) == "torch":
+                kept += 9 * inner  # shifted copies of q, k, v, which the compiler keeps (measured: docs/lab-notes.md)
             per_token += 4 * inner  # log decay, float32
         kept += 4 * s.width + 2 * s.mlp_hidden  # two norms, the stream twice, the MLP
         kept += 2 * s.width if s.depth_block else 0

@@ -1,6 +1,8 @@
 """One optimizer step: micro-batches forward and backward, then the update."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +48,9 @@ class TrainStep:
             )
         # The loss head stays outside: it makes its own gradients chunk by chunk. Scoring takes the model as it is.
         self.hidden: Callable[..., Tensor] = model.hidden
+        # Compilers find out at the first step whether all of it can be one graph (`fullgraph`), and have seen all shapes then.
+        self.stance: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.after_first = partial(torch.compiler.set_stance, "fail_on_recompile") if compile else nullcontext
         if compile:
             self.hidden = torch.compile(model.hidden, fullgraph=True, dynamic=False, options=INDUCTOR)
 
@@ -66,11 +71,16 @@ class TrainStep:
 
         Returns:
             Mean nats a scored token over the global batch, and the gradient norm before clipping: float32, 0-D.
+
+        Raises:
+            RuntimeError: where a compiled step would have to compile again after the first.
         """
         self.rate.fill_(rate)
         self.scored.fill_(batch.scored)
         self.loss.zero_()
-        for micro_batch in batch.micro_batches:
-            self.micro_batch(micro_batch)
-        norm = self.optimizer.step(self.rate)
+        with self.stance():
+            for micro_batch in batch.micro_batches:
+                self.micro_batch(micro_batch)
+            norm = self.optimizer.step(self.rate)
+        self.stance = self.after_first
         return self.loss.clone(), norm

@@ -266,6 +266,15 @@ def test_tiles_of_the_block_mask_against_every_pair(context, offsets, window):
             assert whole[row][i] == {j for j, part in enumerate(parts) if part.all() and j < i}
             assert masked[row][i] == {j for j, part in enumerate(parts) if part.any()} - whole[row][i]
 
+    # What the gradient of keys and values goes by: the same tiles, listed by key tile.
+    for by_key, by_query in [
+        (listed(mask.q_num_blocks[:, 0].tolist(), mask.q_indices[:, 0].tolist()), masked),
+        (listed(mask.full_q_num_blocks[:, 0].tolist(), mask.full_q_indices[:, 0].tolist()), whole),
+    ]:
+        assert by_key == [
+            [{i for i, tiles in enumerate(row) if j in tiles} for j in range(len(row))] for row in by_query
+        ]
+
 
 @pytest.fixture
 def flex_on_a_cpu(monkeypatch):

@@ -6,48 +6,100 @@ from dwslm.ops.short_conv import resolve, short_conv
 from dwslm.ops.short_conv.reference import short_conv_reference
 from tests.ops.helpers import UNEVEN, boundaries, output_and_gradients, relative_error
 
+LAYOUTS = [UNEVEN, [0, 200], list(range(201)), [0, 0, 3, 128, 131, 256, 256, 259]]  # the last: at the edges of a span
 
-@pytest.mark.parametrize("offsets", [UNEVEN, [0, 200], list(range(201))])
+
+def joined(f):
+    """The three results side by side, so that one weight meets them all."""
+    return lambda *args: torch.cat([y.flatten(1) for y in f(*args)], dim=1)
+
+
+@pytest.mark.parametrize("offsets", LAYOUTS)
 def test_engine_meets_the_reference(offsets):
     torch.manual_seed(0)
-    cu, total = boundaries(offsets), offsets[-1]
-    inputs, weight = [torch.randn(total, 12), torch.randn(12, 4)], torch.randn(total, 12)
-    got = output_and_gradients(lambda x, w: short_conv(x, w, segments(cu, total, total)), inputs, weight)
-    want = output_and_gradients(lambda x, w: short_conv_reference(x, w, cu), inputs, weight)
+    cu, total, heads = boundaries(offsets), offsets[-1], 2
+    inputs, weight = [torch.randn(total, 24), torch.randn(24, 4)], torch.randn(total, 24)
+    got = output_and_gradients(joined(lambda x, w: short_conv(x, w, segments(cu, total, total), heads)), inputs, weight)
+    want = output_and_gradients(joined(lambda x, w: short_conv_reference(x, w, cu, heads)), inputs, weight)
     assert max(relative_error(g, w) for g, w in zip(got, want, strict=True)) < 1e-5
 
 
 def test_taps_by_hand():
     """Weights 1, 10, 100, 1000 from oldest to current; the fourth token opens a new segment and sees only itself."""
-    x = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0]])
-    out = short_conv(x, torch.tensor([[1.0, 10.0, 100.0, 1000.0]]), segments(boundaries([0, 3, 5]), 5, 5))
-    assert out.flatten().tolist() == pytest.approx([1000, 2100, 3210, 4000, 5400])  # silu(y) = y for large y
+    x = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0]]).expand(5, 3)
+    taps = torch.tensor([[1.0, 10.0, 100.0, 1000.0]]).expand(3, 4)
+    q, k, v = short_conv(x, taps, segments(boundaries([0, 3, 5]), 5, 5), heads=1)
+    assert v.flatten().tolist() == pytest.approx([1000, 2100, 3210, 4000, 5400])  # silu(y) = y for large y
+    assert q.flatten().tolist() == k.flatten().tolist() == pytest.approx([1] * 5)  # heads of one channel
+
+
+def test_each_head_of_queries_and_keys_has_length_one():
+    torch.manual_seed(0)
+    q, k, v = short_conv(torch.randn(9, 24), torch.randn(24, 4), segments(boundaries([0, 9]), 9, 9), heads=2)
+    assert q.shape == k.shape == v.shape == (9, 2, 4)
+    for y in (q, k):
+        torch.testing.assert_close(y.square().sum(-1), torch.ones(9, 2), atol=1e-3, rtol=0)
 
 
 def test_auto_is_torch_on_a_cpu_and_what_cannot_be_had_is_refused():
-    assert resolve("auto", torch.device("cpu")) == "torch"
+    assert resolve("auto", torch.device("cpu"), 128) == "torch"
     with pytest.raises(ValueError, match="'fused' needs a GPU"):
-        resolve("fused", torch.device("cpu"))
+        resolve("fused", torch.device("cpu"), 128)
     with pytest.raises(ValueError, match="unknown convolution engine 'conv9'"):
-        resolve("conv9", torch.device("cpu"))
+        resolve("conv9", torch.device("cpu"), 128)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("offsets", [UNEVEN, [0, 200], list(range(201))])
+def test_fused_refuses_what_it_cannot_take():
+    gpu = torch.device("cuda")
+    assert resolve("auto", gpu, 128) == resolve("fused", gpu, 16) == "fused" and resolve("auto", gpu, 96) == "torch"
+    with pytest.raises(ValueError, match="head_dim is 96"):
+        resolve("fused", gpu, 96)
+    with pytest.raises(ValueError, match="takes 4 taps, not 3"):
+        resolve("fused", gpu, 128, width=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offsets", LAYOUTS)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.005)])
-def test_fused_meets_the_reference_on_columns_of_a_wider_tensor(offsets, dtype, bound):
+@pytest.mark.parametrize(("head_dim", "wide", "first"), [(16, 107, 5), (128, 784, 8)])
+def test_fused_meets_the_reference_on_columns_of_a_wider_tensor(offsets, dtype, bound, head_dim, wide, first):
     torch.manual_seed(0)
+    heads, channels = 2, 6 * head_dim
     cu, total = boundaries(offsets), offsets[-1]
-    inputs, weight = [torch.randn(total, 300).to(dtype), torch.randn(200, 4)], torch.randn(total, 200)
-    want = output_and_gradients(lambda x, w: short_conv_reference(x[:, 50:250], w, cu), inputs, weight)
+    inputs, weight = [torch.randn(total, wide).to(dtype), torch.randn(channels, 4)], torch.randn(total, channels)
+    columns = slice(first, first + channels)
+    want = output_and_gradients(joined(lambda x, w: short_conv_reference(x[:, columns], w, cu, heads)), inputs, weight)
     seg = segments(cu.cuda(), total, total)
-
-    def fused(x, w):
-        return short_conv(x[:, 50:250], w, seg, "fused")
-
+    fused = joined(lambda x, w: short_conv(x[:, columns], w, seg, heads, "fused"))
     got = output_and_gradients(fused, [x.cuda() for x in inputs], weight.cuda())
     assert max(relative_error(g.cpu(), w) for g, w in zip(got, want, strict=True)) < bound
     again = output_and_gradients(fused, [x.cuda() for x in inputs], weight.cuda())
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
-    opcheck_inputs = (inputs[0].cuda()[:, 50:250], inputs[1].cuda(), seg.positions)
-    torch.library.opcheck(torch.ops.dwslm.short_conv.default, opcheck_inputs)
+
+
+@pytest.mark.gpu
+def test_fused_keeps_the_rules_of_custom_operators():
+    seg = segments(boundaries(UNEVEN).cuda(), 200, 200)
+    x = torch.randn(200, 96, device="cuda", requires_grad=True)
+    weight = torch.randn(96, 4, device="cuda", requires_grad=True)
+    short_conv(x, weight, seg, 2, "fused")  # loads the operator
+    torch.library.opcheck(torch.ops.dwslm.short_conv.default, (x, weight, seg.positions, 2))
+
+
+@pytest.mark.gpu
+def test_fused_neighbours_and_boundaries_refreshed_in_place():
+    torch.manual_seed(0)
+    cu = boundaries([0, 130, 260, 260]).cuda()
+    x = torch.randn(260, 96, device="cuda")
+    weight = torch.randn(96, 4, device="cuda")
+
+    def run(cu):
+        return joined(lambda *args: short_conv(*args, segments(cu, 260, 260), 2, "fused"))(x, weight)
+
+    first = run(cu)
+    x[:130] = torch.randn(130, 96, device="cuda")
+    assert torch.equal(run(cu)[130:], first[130:])
+    other = boundaries([0, 5, 131, 260]).cuda()
+    cu.copy_(other)
+    assert torch.equal(run(cu), run(other)) and not torch.equal(run(cu)[130:], first[130:])

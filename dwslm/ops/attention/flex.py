@@ -68,17 +68,30 @@ def block_mask(segments: Segments, window: int | None) -> BlockMask:
     masked_tiles = torch.where(offset < masked[..., None], seen[..., None] + offset, own[:, None])
     whole_tiles = torch.minimum(whole[..., None] + offset, own[:, None])
 
+    # The same seen from a key tile, for its gradient. Neither first visible tile moves back along the row, so both kinds of
+    # query tile are stretches: wholly seeing ones right after the key tile's own number, then those to be masked.
+    seeing = (seen[:, None, :] <= own[:, None]).sum(
+        -1
+    )  # query tiles 0 .. seeing - 1 see this key tile or lie before it
+    wholly = (whole[:, None, :] <= own[:, None]).sum(-1)
+    masked_queries = torch.where(offset == 0, own[:, None], wholly[..., None] + offset - 1).clamp(max=own.numel() - 1)
+    whole_queries = (own[:, None] + 1 + offset).clamp(max=own.numel() - 1)
+
     first = first.int()
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= first[row, query])
 
-    return BlockMask.from_kv_blocks(
-        (masked + 1).int()[:, None],
-        masked_tiles.int()[:, None],
-        (own - whole).int()[:, None],
-        whole_tiles.int()[:, None],
-        BLOCK_SIZE=TILE,
+    return BlockMask(
+        (context, context),
+        kv_num_blocks=(masked + 1).int()[:, None],
+        kv_indices=masked_tiles.int()[:, None].contiguous(),
+        full_kv_num_blocks=(own - whole).int()[:, None],
+        full_kv_indices=whole_tiles.int()[:, None].contiguous(),
+        q_num_blocks=(seeing - wholly + 1).int()[:, None],
+        q_indices=masked_queries.int()[:, None].contiguous(),
+        full_q_num_blocks=(wholly - own - 1).int()[:, None],
+        full_q_indices=whole_queries.int()[:, None].contiguous(),
+        BLOCK_SIZE=(TILE, TILE),
         mask_mod=visible,
-        seq_lengths=(context, context),
     )

@@ -1,4 +1,4 @@
-"""Depthwise causal convolution that restarts at every segment, then SiLU."""
+"""What stands between a linear-attention layer's projection and its recurrence: convolution, SiLU, unit queries and keys."""
 
 import importlib.util
 
@@ -9,6 +9,7 @@ from dwslm.ops.segments import Segments
 from dwslm.ops.short_conv.shifted import short_conv_shifted
 
 ENGINES = ("fused", "torch")
+WIDTH = 4  # taps of the fused kernels
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # looked up once: a compiler cannot trace the look-up
 
 
@@ -18,31 +19,51 @@ def check_name(engine: str) -> None:
         raise ValueError(f"unknown convolution engine {engine!r}: choose one of auto, {', '.join(ENGINES)}")
 
 
-def resolve(engine: str, device: torch.device) -> str:
-    """Name of the engine that `engine` stands for: `auto` is "torch", which a compiler makes faster than "fused" is today.
+def misfit(device: torch.device, head_dim: int, width: int) -> str | None:
+    """Why "fused" cannot take this case, and the way out; None where it can."""
+    if not (device.type == "cuda" and HAS_TRITON):
+        return f"needs a GPU and Triton (it comes with torch there), not {device}: choose auto or torch"
+    if head_dim not in (16, 32, 64, 128, 256):
+        return f"takes heads of 16, 32, 64, 128 or 256, and head_dim is {head_dim}: choose auto or torch"
+    return None if width == WIDTH else f"takes {WIDTH} taps, not {width}: choose auto or torch"
+
+
+def resolve(engine: str, device: torch.device, head_dim: int, width: int = WIDTH) -> str:
+    """Name of the engine that `engine` stands for: `auto` is "fused" where that fits, else "torch".
 
     Raises:
         ValueError: where a named engine cannot be had.
     """
     check_name(engine)
-    if engine == "fused" and not (device.type == "cuda" and HAS_TRITON):
-        raise ValueError(f"convolution engine 'fused' needs a GPU and Triton (it comes with torch there), not {device}")
-    return "torch" if engine == "auto" else engine
+    if engine == "torch":
+        return engine
+    reason = misfit(device, head_dim, width)
+    if reason and engine == "fused":
+        raise ValueError(f"convolution engine 'fused' {reason}")
+    return "torch" if reason else "fused"
 
 
-def short_conv(x: Tensor, weight: Tensor, segments: Segments, engine: str = "auto") -> Tensor:
-    """y_t = silu(sum_i weight[:, width - 1 - i] * x_{t-i}), terms before the segment's first token left out.
+def short_conv(
+    x: Tensor, weight: Tensor, segments: Segments, heads: int, engine: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values out of their projection.
+
+        y_t = silu(sum_i weight[:, width - 1 - i] * x_{t-i})     terms before the segment's first token left out
+        q, k: each head's y / sqrt(sum y^2 + 1e-6);  v: y
 
     Args:
-        x: [T, channels].
-        weight: float32 [channels, width]; the last column multiplies the current token.
+        x: [T, 3 * heads * head_dim], queries, keys, values; may be columns of a wider tensor.
+        weight: float32 [3 * heads * head_dim, width], depthwise; the last column multiplies the current token.
         engine: a name out of `ENGINES`, or `auto`.
 
     Returns:
-        [T, channels] in x's dtype.
+        q, k, v: [T, heads, head_dim] in x's dtype, each contiguous.
+
+    Raises:
+        ValueError: as `resolve` does.
     """
-    if resolve(engine, x.device) == "torch":
-        return short_conv_shifted(x, weight, segments)
+    if resolve(engine, x.device, x.shape[1] // (3 * heads), weight.shape[1]) == "torch":
+        return short_conv_shifted(x, weight, segments, heads)
     from dwslm.ops.short_conv.fused import short_conv_fused  # Triton is there on GPU machines only
 
-    return short_conv_fused(x, weight, segments)
+    return short_conv_fused(x, weight, segments, heads)

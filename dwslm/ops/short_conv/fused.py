@@ -1,8 +1,10 @@
-"""The short convolution with its SiLU as one Triton kernel forward and one backward.
+"""`short_conv` as one Triton kernel forward and one backward, each reading and writing every value once.
 
-Forward reads x once (its shifts come out of the cache) and writes y. Backward reads x and dy and writes dx; the pre-activation
-is computed again instead of kept. The weight's gradient is summed per tile of tokens in registers, and the tiles are added up
-in a fixed order afterwards: nothing is added atomically, so the same input gives the same bits.
+A program is one warp: it walks down a span of tokens with one head's channels in its lanes and the last three tokens in
+registers. So shifts cost nothing, a head's sum of squares is a reduction inside the warp, and the weight's gradient grows in
+registers. Backward computes the activations again rather than keeping them. A span reads three tokens of its neighbour (six
+backward); the spans' weight gradients are added up in a fixed order afterwards. Nothing is added atomically: the same input
+gives the same bits.
 """
 
 from typing import Any
@@ -14,112 +16,244 @@ from torch import Tensor
 
 from dwslm.ops.segments import Segments
 
-TOKENS, CHANNELS = 64, 64  # a program's tile
+SPAN = 128  # tokens of a program
+EPS = tl.constexpr(1e-6)  # as in l2_norm
 
 
 @triton.jit
-def _pre_activation(x, weight, positions, t, c, keep_t, keep_c, row, WIDTH: tl.constexpr):
-    """sum_j weight[c, WIDTH - 1 - j] x[t - j, c] over taps inside t's segment, float32 [tokens, channels]."""
-    position = tl.load(positions + t, mask=keep_t, other=-1)
-    z = tl.zeros((t.shape[0], c.shape[0]), dtype=tl.float32)
-    for j in tl.static_range(WIDTH):
-        inside = (keep_t & (position >= j))[:, None] & keep_c[None, :]
-        tap = tl.load(x + (t - j)[:, None] * row + c[None, :], mask=inside, other=0.0).to(tl.float32)
-        z += tap * tl.load(weight + c * WIDTH + (WIDTH - 1 - j), mask=keep_c, other=0.0)[None, :]
-    return z
+def _load(base, row, i, c, first, last):
+    """Channels c of token i, counted from the span's first, as float32; zero outside the batch, first <= i < last."""
+    return tl.load(base + i * row + c, mask=(i >= first) & (i < last), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _taps(weight, c):
+    """The weights of the current token and of the three before it."""
+    return (
+        tl.load(weight + c * 4 + 3), tl.load(weight + c * 4 + 2), tl.load(weight + c * 4 + 1), tl.load(weight + c * 4)
+    )  # fmt: skip
+
+
+@triton.jit
+def _inside(position, x1, x2, x3):
+    """The three tokens before one at `position` of its segment, zero where they belong to another."""
+    return tl.where(position >= 1, x1, 0.0), tl.where(position >= 2, x2, 0.0), tl.where(position >= 3, x3, 0.0)
+
+
+@triton.jit
+def _activation(x0, x1, x2, x3, w0, w1, w2, w3):
+    """z and sigmoid(z), z the sum over taps."""
+    z = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
+    root = tl.math.rsqrt(1.0 + tl.exp(-z))  # its square is the sigmoid: one instruction where a division takes many
+    return z, root * root
+
+
+@triton.jit
+def _forward_token(x0, x1, x2, x3, w0, w1, w2, w3, position, y, i, c, row, last, UNIT: tl.constexpr):
+    x1, x2, x3 = _inside(position, x1, x2, x3)
+    z, sigmoid = _activation(x0, x1, x2, x3, w0, w1, w2, w3)
+    out = z * sigmoid
+    if UNIT:
+        out = out * tl.math.rsqrt(tl.sum(out * out, axis=0) + EPS)
+    tl.store(y + i * row + c, out.to(y.dtype.element_ty), mask=i < last)
+
+
+@triton.jit
+def _forward_span(x, weight, positions, y, c, first, last, x_row, y_row, SPAN: tl.constexpr, UNIT: tl.constexpr):
+    """All pointers at the span's first token and this head's first channel."""
+    w0, w1, w2, w3 = _taps(weight, c)
+    x3 = _load(x, x_row, -3, c, first, last)
+    x2 = _load(x, x_row, -2, c, first, last)
+    x1 = _load(x, x_row, -1, c, first, last)
+    for i in range(0, SPAN, 4):
+        # Four tokens a turn: their loads are under way together.
+        a, b = _load(x, x_row, i, c, first, last), _load(x, x_row, i + 1, c, first, last)
+        d, e = _load(x, x_row, i + 2, c, first, last), _load(x, x_row, i + 3, c, first, last)
+        pa, pb = _load(positions, 1, i, 0, first, last), _load(positions, 1, i + 1, 0, first, last)
+        pd, pe = _load(positions, 1, i + 2, 0, first, last), _load(positions, 1, i + 3, 0, first, last)
+        _forward_token(a, x1, x2, x3, w0, w1, w2, w3, pa, y, i, c, y_row, last, UNIT)
+        _forward_token(b, a, x1, x2, w0, w1, w2, w3, pb, y, i + 1, c, y_row, last, UNIT)
+        _forward_token(d, b, a, x1, w0, w1, w2, w3, pd, y, i + 2, c, y_row, last, UNIT)
+        _forward_token(e, d, b, a, w0, w1, w2, w3, pe, y, i + 3, c, y_row, last, UNIT)
+        x3, x2, x1 = b, d, e
 
 
 @triton.jit
 def _forward_kernel(
-    x, weight, positions, y, total, channels, row, WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
+    x, weight, positions, q, k, v, total, heads, row,
+    HEAD: tl.constexpr, SPAN: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
+    # Heads go fastest: programs that run together then read whole rows.
+    block, start = tl.program_id(0), tl.program_id(1).to(tl.int64) * SPAN
+    which, x_row, y_row = block // heads, row * ROW, heads * HEAD
+    x += start * x_row + block * HEAD
+    weight += block * HEAD * 4
+    positions += start
+    y_start = start * y_row + (block % heads) * HEAD
+    first, last = (-start).to(tl.int32), (total - start).to(tl.int32)
+    c = tl.arange(0, HEAD)
+    if which == 0:
+        _forward_span(x, weight, positions, q + y_start, c, first, last, x_row, y_row, SPAN, True)
+    elif which == 1:
+        _forward_span(x, weight, positions, k + y_start, c, first, last, x_row, y_row, SPAN, True)
+    else:
+        _forward_span(x, weight, positions, v + y_start, c, first, last, x_row, y_row, SPAN, False)
+
+
+@triton.jit
+def _backward_token(
+    x0, x1, x2, x3, dy, w0, w1, w2, w3, position, s1, s2, s3, g0, g1, g2, g3, dx, i, c, row, last,
+    UNIT: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """Finishes and writes dx of token i - 3. s1 to s3: open sums of dx of the three tokens before i; g0 to g3: of the weights."""
+    x1, x2, x3 = _inside(position, x1, x2, x3)
+    z, sigmoid = _activation(x0, x1, x2, x3, w0, w1, w2, w3)
+    y = z * sigmoid
+    if UNIT:
+        scale = tl.math.rsqrt(tl.sum(y * y, axis=0) + EPS)
+        unit = y * scale
+        dy = scale * (dy - unit * tl.sum(dy * unit, axis=0))
+    dz = dy * (sigmoid + y * (1.0 - sigmoid))
+    if OWN:  # the next span counts its tokens itself
+        g0 += dz * x0
+        g1 += dz * x1
+        g2 += dz * x2
+        g3 += dz * x3
+    d1, d2, d3 = _inside(position, dz * w1, dz * w2, dz * w3)
+    tl.store(dx + (i - 3) * row + c, (s3 + d3).to(dx.dtype.element_ty), mask=(i >= 3) & (i - 3 < last))
+    return dz * w0, s1 + d1, s2 + d2, g0, g1, g2, g3
+
+
+@triton.jit
+def _backward_span(
+    dy, x, weight, positions, dx, dw, c, first, last, x_row, dy_row, channels, SPAN: tl.constexpr, UNIT: tl.constexpr
 ):
-    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    keep_t, keep_c = t < total, c < channels
-    z = _pre_activation(x, weight, positions, t, c, keep_t, keep_c, row, WIDTH)
-    out = z / (1 + tl.exp(-z))
-    tl.store(y + t[:, None] * channels + c[None, :], out.to(y.dtype.element_ty), mask=keep_t[:, None] & keep_c[None, :])
+    """All pointers at the span's first token and this head's first channel; dw at the span's own sums."""
+    w0, w1, w2, w3 = _taps(weight, c)
+    x3 = _load(x, x_row, -3, c, first, last)
+    x2 = _load(x, x_row, -2, c, first, last)
+    x1 = _load(x, x_row, -1, c, first, last)
+    s1, s2, s3 = tl.zeros_like(w0), tl.zeros_like(w0), tl.zeros_like(w0)
+    g0, g1, g2, g3 = tl.zeros_like(w0), tl.zeros_like(w0), tl.zeros_like(w0), tl.zeros_like(w0)
+    for i in range(0, SPAN, 4):
+        a, b = _load(x, x_row, i, c, first, last), _load(x, x_row, i + 1, c, first, last)
+        d, e = _load(x, x_row, i + 2, c, first, last), _load(x, x_row, i + 3, c, first, last)
+        ya, yb = _load(dy, dy_row, i, c, first, last), _load(dy, dy_row, i + 1, c, first, last)
+        yd, ye = _load(dy, dy_row, i + 2, c, first, last), _load(dy, dy_row, i + 3, c, first, last)
+        pa, pb = _load(positions, 1, i, 0, first, last), _load(positions, 1, i + 1, 0, first, last)
+        pd, pe = _load(positions, 1, i + 2, 0, first, last), _load(positions, 1, i + 3, 0, first, last)
+        s1, s2, s3, g0, g1, g2, g3 = _backward_token(
+            a, x1, x2, x3, ya, w0, w1, w2, w3, pa, s1, s2, s3, g0, g1, g2, g3, dx, i, c, channels, last, UNIT, True
+        )
+        s1, s2, s3, g0, g1, g2, g3 = _backward_token(
+            b, a, x1, x2, yb, w0, w1, w2, w3, pb, s1, s2, s3, g0, g1, g2, g3, dx, i + 1, c, channels, last, UNIT, True
+        )
+        s1, s2, s3, g0, g1, g2, g3 = _backward_token(
+            d, b, a, x1, yd, w0, w1, w2, w3, pd, s1, s2, s3, g0, g1, g2, g3, dx, i + 2, c, channels, last, UNIT, True
+        )
+        s1, s2, s3, g0, g1, g2, g3 = _backward_token(
+            e, d, b, a, ye, w0, w1, w2, w3, pe, s1, s2, s3, g0, g1, g2, g3, dx, i + 3, c, channels, last, UNIT, True
+        )
+        x3, x2, x1 = b, d, e
+    # The three tokens after the span still reach back into it.
+    for j in tl.static_range(3):
+        i = SPAN + j
+        x0, y0 = _load(x, x_row, i, c, first, last), _load(dy, dy_row, i, c, first, last)
+        p0 = _load(positions, 1, i, 0, first, last)
+        s1, s2, s3, g0, g1, g2, g3 = _backward_token(
+            x0, x1, x2, x3, y0, w0, w1, w2, w3, p0, s1, s2, s3, g0, g1, g2, g3, dx, i, c, channels, last, UNIT, False
+        )
+        x3, x2, x1 = x2, x1, x0
+    tl.store(dw + c, g3)
+    tl.store(dw + channels + c, g2)
+    tl.store(dw + 2 * channels + c, g1)
+    tl.store(dw + 3 * channels + c, g0)
 
 
 @triton.jit
 def _backward_kernel(
-    dy, x, weight, positions, dx, dw, total, channels, row,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    dq, dk, dv, x, weight, positions, dx, dw, total, heads, row,
+    HEAD: tl.constexpr, SPAN: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    t = tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    keep_t, keep_c = t < total, c < channels
-    position = tl.load(positions + t, mask=keep_t, other=-1)
-    grad_x = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
-    for i in tl.static_range(WIDTH):
-        # x_t reaches y at t + i, if t + i is in the same segment: then its position there is at least i.
-        later = t + i
-        keep_later = later < total
-        z = _pre_activation(x, weight, positions, later, c, keep_later, keep_c, row, WIDTH)
-        both = keep_later[:, None] & keep_c[None, :]
-        upstream = tl.load(dy + later[:, None] * channels + c[None, :], mask=both, other=0.0).to(tl.float32)
-        sigmoid = 1 / (1 + tl.exp(-z))
-        dz = upstream * sigmoid * (1 + z * (1 - sigmoid))
-        reached = tl.load(positions + later, mask=keep_later, other=-1) >= i
-        w = tl.load(weight + c * WIDTH + (WIDTH - 1 - i), mask=keep_c, other=0.0)
-        grad_x += tl.where(reached[:, None], dz * w[None, :], 0.0)
-        if i == 0:
-            for j in tl.static_range(WIDTH):
-                inside = (keep_t & (position >= j))[:, None] & keep_c[None, :]
-                tap = tl.load(x + (t - j)[:, None] * row + c[None, :], mask=inside, other=0.0).to(tl.float32)
-                place = dw + (tile * channels + c) * WIDTH + (WIDTH - 1 - j)
-                tl.store(place, tl.sum(dz * tap, axis=0), mask=keep_c)
-    both = keep_t[:, None] & keep_c[None, :]
-    tl.store(dx + t[:, None] * channels + c[None, :], grad_x.to(dx.dtype.element_ty), mask=both)
+    block, span = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    start, channels = span * SPAN, 3 * heads * HEAD
+    which, x_row, y_row = block // heads, row * ROW, heads * HEAD
+    x += start * x_row + block * HEAD
+    weight += block * HEAD * 4
+    positions += start
+    dx += start * channels + block * HEAD
+    dw += span * 4 * channels + block * HEAD
+    y_start = start * y_row + (block % heads) * HEAD
+    first, last = (-start).to(tl.int32), (total - start).to(tl.int32)
+    c = tl.arange(0, HEAD)
+    if which == 0:
+        dy = dq + y_start
+        _backward_span(dy, x, weight, positions, dx, dw, c, first, last, x_row, y_row, channels, SPAN, True)
+    elif which == 1:
+        dy = dk + y_start
+        _backward_span(dy, x, weight, positions, dx, dw, c, first, last, x_row, y_row, channels, SPAN, True)
+    else:
+        dy = dv + y_start
+        _backward_span(dy, x, weight, positions, dx, dw, c, first, last, x_row, y_row, channels, SPAN, False)
 
 
-def short_conv_fused(x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
-    """See `short_conv`. x may be columns of a wider tensor: only its last dimension has to be dense."""
-    return _forward(x, weight, segments.positions)
+def short_conv_fused(x: Tensor, weight: Tensor, segments: Segments, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `short_conv`. Only the last dimension of x has to be dense."""
+    return _forward(x, weight, segments.positions, heads)
 
 
-def _grid(x: Tensor) -> tuple[int, int]:
-    return triton.cdiv(x.shape[0], TOKENS), triton.cdiv(x.shape[1], CHANNELS)
+def _launch(x: Tensor, heads: int) -> tuple[tuple[int, int], dict[str, int], tuple[int, int, int]]:
+    """Grid, compile-time arguments, and (total, heads, row stride in units of ROW)."""
+    total, channels = x.shape
+    # The compiler proves 16-byte loads from a factor that it sees: a stride such as 3,336 is a multiple of 8, not of 16.
+    unit = 8 if x.stride(0) % 8 == 0 else 1
+    grid = 3 * heads, triton.cdiv(total, SPAN)
+    return (
+        grid,
+        {"HEAD": channels // (3 * heads), "SPAN": SPAN, "ROW": unit, "num_warps": 1},
+        (total, heads, x.stride(0) // unit),
+    )
 
 
 @torch.library.custom_op("dwslm::short_conv", mutates_args=())
-def _forward(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
-    y = x.new_empty(x.shape)
-    _forward_kernel[_grid(x)](
-        x, weight, positions, y, *x.shape, x.stride(0), WIDTH=weight.shape[1], TOKENS=TOKENS, CHANNELS=CHANNELS
-    )
-    return y
+def _forward(x: Tensor, weight: Tensor, positions: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = _forward_shapes(x, weight, positions, heads)
+    grid, constants, sizes = _launch(x, heads)
+    _forward_kernel[grid](x, weight, positions, q, k, v, *sizes, **constants)
+    return q, k, v
 
 
 @torch.library.custom_op("dwslm::short_conv_backward", mutates_args=())
-def _backward(dy: Tensor, x: Tensor, weight: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, x: Tensor, weight: Tensor, positions: Tensor, heads: int
+) -> tuple[Tensor, Tensor]:
     dx = x.new_empty(x.shape)
-    grid = _grid(x)
-    dw = weight.new_empty(grid[0], *weight.shape)
-    _backward_kernel[grid](
-        dy, x, weight, positions, dx, dw, *x.shape, x.stride(0),
-        WIDTH=weight.shape[1], TOKENS=TOKENS, CHANNELS=CHANNELS,
-    )  # fmt: skip
-    return dx, dw.sum(0)
+    grid, constants, sizes = _launch(x, heads)
+    dw = weight.new_empty(grid[1], weight.shape[1], weight.shape[0])
+    _backward_kernel[grid](dq, dk, dv, x, weight, positions, dx, dw, *sizes, **constants)
+    return dx, dw.sum(0).T.contiguous()
 
 
 @_forward.register_fake
-def _(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+def _forward_shapes(x: Tensor, weight: Tensor, positions: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    shape = x.shape[0], heads, x.shape[1] // (3 * heads)
+    return x.new_empty(shape), x.new_empty(shape), x.new_empty(shape)
 
 
 @_backward.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    dq: Tensor, dk: Tensor, dv: Tensor, x: Tensor, weight: Tensor, positions: Tensor, heads: int
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), torch.empty_like(weight)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.heads = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *_backward(dy.contiguous(), *ctx.saved_tensors), None
+def _differentiate(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(*(d.contiguous() for d in dy), *ctx.saved_tensors, ctx.heads), None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

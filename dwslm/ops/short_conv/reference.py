@@ -1,11 +1,13 @@
-"""The float32 truth of the short convolution: one token and one tap at a time."""
+"""The float32 truth of `short_conv`: one token and one tap at a time."""
 
 import torch
 from torch import Tensor
 
 
-def short_conv_reference(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Arguments as in `short_conv`, boundaries as a tensor; float32 throughout. Returns [T, channels]."""
+def short_conv_reference(
+    x: Tensor, weight: Tensor, cu_seqlens: Tensor, heads: int, eps: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments as in `short_conv`, boundaries as a tensor; float32 throughout. Returns q, k, v: [T, heads, head_dim]."""
     x, weight = x.float(), weight.float()
     width = weight.shape[1]
     bounds = cu_seqlens.tolist()
@@ -16,4 +18,6 @@ def short_conv_reference(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tenso
             for i in range(min(width, t - start + 1)):
                 y = y + weight[:, width - 1 - i] * x[t - i]
             out.append(y * torch.sigmoid(y))
-    return torch.stack(out)
+    q, k, v = torch.stack(out).view(x.shape[0], 3, heads, -1).unbind(1)
+    q, k = (y / torch.sqrt(y.square().sum(-1, keepdim=True) + eps) for y in (q, k))
+    return q, k, v

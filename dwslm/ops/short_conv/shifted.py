@@ -1,13 +1,23 @@
-"""The short convolution as masked shifts: what a compiler fuses into one pass, and what a CPU does in a few."""
+"""`short_conv` as masked shifts: what a compiler fuses into a few passes, and what a CPU does in a few."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from dwslm.ops.norm import l2_norm
 from dwslm.ops.segments import Segments
 
 
-def short_conv_shifted(x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
+def short_conv_shifted(x: Tensor, weight: Tensor, segments: Segments, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """See `short_conv`."""
+    # Three apart, so that each result is contiguous as kernels want it and no copy joins or parts them.
+    q, k, v = (
+        _conv(y, w, segments).unflatten(-1, (heads, -1))
+        for y, w in zip(x.chunk(3, dim=1), weight.chunk(3), strict=True)
+    )
+    return l2_norm(q), l2_norm(k), v
+
+
+def _conv(x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
     total, width = x.shape[0], weight.shape[1]
     weight = weight.to(x.dtype)
     # One padded copy and views of it: a compiler keeps that copy for the backward pass, instead of one for every shift.
