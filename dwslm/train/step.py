@@ -42,10 +42,6 @@ class TrainStep:
         self.rate = torch.zeros((), device=device)
         self.scored = torch.ones((), device=device)
         self.loss = torch.zeros((), device=device)
-        if compile and model.settings.attention_engine == "flex":
-            raise ValueError(
-                "model.attention_engine=flex gives wrong numbers when compiled: set train.compile=false, or another engine"
-            )
         # The loss head stays outside: it makes its own gradients chunk by chunk. Scoring takes the model as it is.
         self.hidden: Callable[..., Tensor] = model.hidden
         # Compilers find out at the first step whether all of it can be one graph (`fullgraph`), and have seen all shapes then.

@@ -198,9 +198,6 @@ def test_a_recorded_step_follows_its_boundaries(engine):
 
 
 def test_compiled_is_one_graph_and_boundaries_compile_nothing(engine):
-    if engine == "flex":
-        pytest.skip("known to be wrong when compiled, and refused by the trainer")
-
     def step(q, k, v, cu):
         return attention(q, k, v, segments(cu, TOKENS, CONTEXT), scale=SCALE, window=512, engine=engine)
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dwslm.ops.mlp import squared_relu_mlp
+from dwslm.ops.mlp import PRECISIONS, squared_relu_mlp
 from dwslm.ops.mlp.fp8 import FP8_MAX, quantize_rows
 from dwslm.ops.mlp.reference import squared_relu_mlp_reference
 from tests.ops.helpers import output_and_gradients, relative_error
@@ -34,6 +34,37 @@ def test_fp8_is_within_its_bounds_and_is_really_fp8(dtype):
     out, *gradients = errors("fp8", dtype)
     assert 0.01 < out < 0.08
     assert min(gradients) > 0.01 and max(gradients) < 0.10
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_traced_in_one_graph_with_its_gradients(precision):
+    """The compiler's front half; what is behind it changes no operator."""
+    inputs, weight = draw()
+    layer = torch.compile(
+        lambda *x: squared_relu_mlp(*x, precision=precision), fullgraph=True, dynamic=False, backend="aot_eager"
+    )
+    torch._dynamo.reset()
+    got = output_and_gradients(layer, inputs, weight)
+    want = output_and_gradients(lambda *x: squared_relu_mlp(*x, precision=precision), inputs, weight)
+    assert max(relative_error(g, w) for g, w in zip(got, want, strict=True)) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_on_a_gpu_within_its_bounds_called_and_compiled(precision):
+    torch.manual_seed(0)
+    sizes = [(4096, 512), (2048, 512), (512, 2048), (4096, 512)]
+    *inputs, weight = (torch.randn(*size, device="cuda") / size[1] ** (0.5 * (0 < i < 3)) for i, size in enumerate(sizes))
+    want = output_and_gradients(squared_relu_mlp_reference, inputs, weight)
+    half = [x.bfloat16() for x in inputs]
+
+    def layer(*x):
+        return squared_relu_mlp(*x, precision=precision)
+
+    for f in (layer, torch.compile(layer, fullgraph=True, dynamic=False)):
+        got = output_and_gradients(f, half, weight.bfloat16())
+        out, *gradients = (relative_error(g, w) for g, w in zip(got, want, strict=True))
+        assert out < (0.08 if precision == "fp8" else 0.01) and max(gradients) < (0.10 if precision == "fp8" else 0.01)
 
 
 def test_rows_are_scaled_apart():

@@ -1,0 +1,1 @@
+"""What the machine does while it works: GPU health, compiler caches. Knows no torch."""
