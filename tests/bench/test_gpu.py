@@ -1,10 +1,13 @@
 """On a GPU: the measuring process end to end on a few rows, and recordings that are really recorded."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from dwslm.bench.process import ROOT
 from dwslm.bench.record import check_replay, record_cuda
 from dwslm.bench.request import Request
 from dwslm.bench.run import Run
@@ -43,11 +46,24 @@ def test_a_recording_follows_its_buffers_and_one_that_keeps_old_ones_is_caught()
     assert check_replay(record_cuda, stale, batches) == ["o on batch 2", "o on batch 3"]
 
 
-def test_a_step_that_waits_for_the_host_fails_to_record_and_the_device_lives_on():
-    with pytest.raises(Exception, match="captur"):
-        record_cuda(lambda: {"o": torch.full((1,), float(torch.ones(1, device="cuda").sum().item()), device="cuda")})
-    torch.cuda.synchronize()
+WAITS = """
+import torch
+from dwslm.bench.record import record_cuda
+from dwslm.bench.worker import broken
+try:
+    record_cuda(lambda: {"o": torch.full((1,), float(torch.ones(1, device="cuda").sum().item()), device="cuda")})
+except Exception as error:
+    assert "captur" in str(error), error
     assert float(torch.ones(4, device="cuda").sum()) == 4
+    print("refused;", broken(torch.device("cuda")))
+"""
+
+
+def test_a_step_that_waits_for_the_host_fails_to_record_and_its_process_is_known_to_be_broken():
+    """In a process of its own: what breaks off leaves the default generator unusable, so that workers are started again."""
+    done = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("refused; ")
 
 
 def test_the_ceilings_of_a_gpu():
