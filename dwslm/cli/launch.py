@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from dwslm.cli import child
 from dwslm.cli.errors import make_console
 from dwslm.cli.find import commit, find_checkpoint, open_split
 from dwslm.cli.prepare import prepare_sample
@@ -21,7 +22,7 @@ from dwslm.config import SAMPLE_DATA, RunConfig, config_hash, resume_config, to_
 from dwslm.data.packing import RowStream
 from dwslm.data.shards import Dataset
 from dwslm.model.lm import DTYPES, LanguageModel, ModelSettings
-from dwslm.ops import attention, delta_rule, loss_head, short_conv
+from dwslm.ops import attention, delta_rule, depth_mix, loss_head, short_conv
 from dwslm.optim.optimizer import Optimizer
 from dwslm.optim.schedule import learning_rate
 from dwslm.runs.folder import RunFolder, create_run, open_run
@@ -62,6 +63,7 @@ def launch(config: RunConfig | dict[str, Any], overrides: Sequence[str]) -> None
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Installing an unrelated package must not reroute flash-linear-attention's kernels.
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    child.begin(console)
     given = to_plain(config) if isinstance(config, RunConfig) else config
     if not given["runs_dir"]:
         raise ValueError("runs_dir is empty: name the folder for run folders")
@@ -148,6 +150,7 @@ def train(
     save_first: bool,
 ) -> None:
     """Trains and leaves the event that says how it ended."""
+    child.announce(run.path)
     trainer = Trainer(
         plan=built.plan,
         train=config.train,
@@ -218,7 +221,7 @@ def describe(config: RunConfig, built: Built, console: Console) -> None:
                 + (", compiled" if config.train.compile else ""),
                 "engines": f"attention {attention.resolve(s.attention_engine, device, DTYPES[s.dtype], s.head_dim)}, "
                 f"delta rule {delta_engine(s, device)}, convolution {conv_engine(s, device)}, "
-                f"head {loss_head.resolve(s.head_engine, device)}",
+                f"attention residuals {depth_engine(s, device)}, head {loss_head.resolve(s.head_engine, device)}",
                 "residual factor": f"{built.model.layers[0].factor:g}",
                 "data": f"{config.data.path}, {len(built.train):,} documents, held out {len(built.valid):,}",
             },
@@ -250,6 +253,11 @@ def delta_engine(s: ModelSettings, device: torch.device) -> str:
 def conv_engine(s: ModelSettings, device: torch.device) -> str:
     """Engine of the linear-attention layers' convolution."""
     return "not used" if s.local == "window" else short_conv.resolve(s.conv_engine, device, s.delta_head_dim)
+
+
+def depth_engine(s: ModelSettings, device: torch.device) -> str:
+    """Engine of the attention residuals."""
+    return depth_mix.resolve(s.depth_engine, device) if s.depth_block else "off"
 
 
 def check_same_data(state: dict[str, Any], built: Built, found: Checkpoint) -> None:

@@ -5,6 +5,7 @@ attention residuals:   h = depth_mix(embedding, finished blocks, partial sum);  
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +37,8 @@ class PlainStream:
 
     x: Tensor
 
-    def read(self, query: DepthQuery | None) -> Tensor:
-        return self.x
+    def read(self, query: DepthQuery | None, norm: Norm) -> Tensor:
+        return norm(self.x)
 
     def add(self, y: Tensor) -> "PlainStream":
         return PlainStream(self.x + y)
@@ -68,17 +69,63 @@ class DepthStream:
         blocks, inverse = (*self.blocks, block), (*self.inverse, inverse_rms(block, self.eps))
         return replace(self, blocks=blocks, inverse=inverse, partial=None)
 
-    def read(self, query: DepthQuery | None) -> Tensor:
+    def read(self, query: DepthQuery | None, norm: Norm) -> Tensor:
         assert query is not None
         sources, inverse = list(self.blocks), list(self.inverse)
         if self.partial is not None:
             sources, inverse = [*sources, self.partial], [*inverse, inverse_rms(self.partial, self.eps)]
-        return depth_mix(sources, inverse, query.query, query.gain)
+        return norm(depth_mix(sources, inverse, query.query, query.gain))
 
     def add(self, y: Tensor) -> "DepthStream":
         total = y if self.partial is None else self.partial + y
         after = replace(self, partial=total, added=self.added + 1)
         return after.with_block(total) if after.added % self.block_size == 0 else after
+
+
+class Finished(NamedTuple):
+    """A block that is complete: its value [T, width], the number of its first reader, and what `close` gave out for them all."""
+
+    value: Tensor
+    first: int
+    scores: Tensor
+    rows: list[Tensor]
+    pairs: list[Tensor]
+
+
+@dataclass(frozen=True)
+class FusedDepthStream:
+    """`DepthStream` for the fused kernels, which want the keys of all readers beforehand: float32 [readers, width]."""
+
+    block_size: int
+    eps: float
+    keys: Tensor
+    finished: tuple[Finished, ...] = ()
+    partial: Tensor | None = None
+    added: int = 0
+
+    def with_block(self, block: Tensor) -> "FusedDepthStream":
+        from dwslm.ops.depth_mix.fused import close  # Triton is there on GPU machines only
+
+        one = Finished(block, self.added, *close(block, self.keys[self.added :], self.eps))
+        return replace(self, finished=(*self.finished, one), partial=None)
+
+    def read(self, query: DepthQuery | None, norm: Norm) -> Tensor:
+        from dwslm.ops.depth_mix.fused import read
+
+        # A reader's number is that of the sublayers before it.
+        columns = [
+            (b.value, b.scores[i], b.rows[i], b.pairs[i]) for b in self.finished for i in (self.added - b.first,)
+        ]
+        sources, scores, rows, pairs = (list(column) for column in zip(*columns, strict=True))
+        return read(sources, scores, rows, pairs, self.partial, self.keys[self.added], norm.gain, norm.eps)
+
+    def add(self, y: Tensor) -> "FusedDepthStream":
+        total = y if self.partial is None else self.partial + y
+        after = replace(self, partial=total, added=self.added + 1)
+        return after.with_block(total) if after.added % self.block_size == 0 else after
+
+
+Stream = PlainStream | DepthStream | FusedDepthStream
 
 
 class Block(nn.Module):
@@ -100,14 +147,12 @@ class Block(nn.Module):
         self.mixer_query = DepthQuery(width) if depth_mix else None
         self.mlp_query = DepthQuery(width) if depth_mix else None
 
-    def forward(
-        self, stream: PlainStream | DepthStream, tokens: Tensor, segments: Segments, rotary: Rotary
-    ) -> PlainStream | DepthStream:
+    def forward(self, stream: Stream, tokens: Tensor, segments: Segments, rotary: Rotary) -> Stream:
         """Reads the stream twice and adds to it twice."""
-        x = self.mixer_norm(stream.read(self.mixer_query))
+        x = stream.read(self.mixer_query, self.mixer_norm)
         if isinstance(self.mixer, Attention):
             y = self.mixer(x, tokens, segments, rotary)
         else:
             y = self.mixer(x, tokens, segments)
         stream = stream.add(self.factor * y)
-        return stream.add(self.factor * self.mlp(self.mlp_norm(stream.read(self.mlp_query))))
+        return stream.add(self.factor * self.mlp(stream.read(self.mlp_query, self.mlp_norm)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dwslm.model.attention import Attention
-from dwslm.model.block import Block, DepthQuery, DepthStream, PlainStream
+from dwslm.model.block import Block, DepthQuery, DepthStream, FusedDepthStream, PlainStream, Stream
 from dwslm.model.delta import DeltaAttention
 from dwslm.model.init import initialize
 from dwslm.model.mlp import MLP
@@ -23,7 +23,7 @@ from dwslm.model.rotary import RopeSettings, Rotary, attention_scale, rotation_f
 from dwslm.model.value_embedding import ValueEmbedding
 from dwslm.ops import attention as attention_op
 from dwslm.ops import delta_rule as delta_rule_op
-from dwslm.ops import loss_head, short_conv
+from dwslm.ops import depth_mix, loss_head, short_conv
 from dwslm.ops.loss_head import token_nats, total_nats
 from dwslm.ops.mlp import PRECISIONS
 from dwslm.ops.norm import rms_norm
@@ -97,6 +97,8 @@ class ModelSettings:
     """Kernel of the delta rule: "cudnn", "fla", "torch", "fla_gdn" (for "gdn" only), or "auto", the fastest that fits."""
     conv_engine: str = "auto"
     """Kernel of the short convolution: "fused" (Triton), "torch", or "auto", which is "fused" on a GPU."""
+    depth_engine: str = "auto"
+    """Kernel of the attention residuals: "fused" (Triton), "torch", or "auto", which is "torch"."""
     head_engine: str = "auto"
     """Kernel of the loss head: "torch", "compiled" or "auto"."""
     rope: RopeSettings = field(default_factory=RopeSettings)
@@ -144,6 +146,7 @@ class ModelSettings:
         attention_op.check_name(self.attention_engine)
         delta_rule_op.check_name(self.delta_engine)
         short_conv.check_name(self.conv_engine)
+        depth_mix.check_name(self.depth_engine)
         loss_head.check_name(self.head_engine)
 
     def kinds(self) -> list[str]:
@@ -233,12 +236,23 @@ class LanguageModel(nn.Module):
         rotary = Rotary(seg.positions, self.frequencies, self.scale)
         s = self.settings
         x = rms_norm(self.embedding(tokens), eps=s.norm_eps).to(DTYPES[s.dtype])
-        stream: PlainStream | DepthStream = PlainStream(x)
-        if s.depth_block:
+        stream: Stream = PlainStream(x)
+        if s.depth_block and depth_mix.resolve(s.depth_engine, x.device) == "fused":
+            stream = FusedDepthStream(s.depth_block, s.norm_eps, self.depth_keys()).with_block(x)
+        elif s.depth_block:
             stream = DepthStream(s.depth_block, s.norm_eps).with_block(x)
         for layer in self.layers:
             stream = layer(stream, tokens, seg, rotary)
-        return self.final_norm(stream.read(self.final_query))
+        return stream.read(self.final_query, self.final_norm)
+
+    def depth_keys(self) -> Tensor:
+        """Query times key gain of every reader of the attention residuals, in the order of reading: float32 [readers, width]."""
+        readers = [reader for layer in self.layers for reader in (layer.mixer_query, layer.mlp_query)]
+        keys = []
+        for reader in (*readers, self.final_query):
+            assert isinstance(reader, DepthQuery)
+            keys.append(reader.query * reader.gain)
+        return torch.stack(keys)
 
     def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, context: int) -> Tensor:
         """Sum of nats over the scored targets, float32 scalar; divide by the global count of scored targets to train.

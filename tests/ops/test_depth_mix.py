@@ -1,8 +1,11 @@
 import pytest
 import torch
 
-from dwslm.ops.depth_mix import depth_mix, inverse_rms
+from dwslm.model.block import DepthQuery, DepthStream, FusedDepthStream
+from dwslm.model.projection import Norm
+from dwslm.ops.depth_mix import depth_mix, inverse_rms, resolve
 from dwslm.ops.depth_mix.reference import depth_mix_reference
+from tests.model.small import small_model
 from tests.ops.helpers import output_and_gradients, relative_error
 
 
@@ -33,3 +36,82 @@ def test_bfloat16_is_within_half_a_percent():
     query, gain = torch.randn(64) / 8, torch.ones(64)
     got = depth_mix(values, [inverse_rms(v, 1e-6) for v in values], query, gain)
     assert relative_error(got, depth_mix_reference(values, query, gain, 1e-6)) < 0.005
+
+
+def test_engine_names_and_what_cannot_be_had():
+    assert resolve("auto", torch.device("cpu")) == "torch"
+    with pytest.raises(ValueError, match="'fused' needs a GPU"):
+        resolve("fused", torch.device("cpu"))
+    with pytest.raises(ValueError, match="unknown depth engine 'deep'"):
+        resolve("deep", torch.device("cpu"))
+
+
+def chain(x, queries, gains, norms, mixers, block, fused):
+    """A network of nothing but readers: six sublayers, blocks of `block`, each reader normed and mixed by a matrix."""
+    keys, eps = queries * gains, 1e-6
+    readers = [DepthQuery(x.shape[1]) for _ in queries]
+    for reader, query, gain in zip(readers, queries, gains, strict=True):
+        del reader.query, reader.gain
+        reader.query, reader.gain = query, gain
+    stream = (FusedDepthStream(block, eps, keys) if fused else DepthStream(block, eps)).with_block(x)
+    for reader, norm, mixer in zip(readers, norms, [*mixers, None], strict=True):
+        after = Norm(x.shape[1], eps)
+        del after.gain
+        after.gain = norm
+        y = stream.read(reader, after)
+        if mixer is not None:
+            stream = stream.add(torch.tanh(y @ mixer) * 0.5)
+    return y
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [1, 2, 3, 6])
+@pytest.mark.parametrize("width", [48, 1024])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
+def test_fused_in_a_chain_of_readers(block, width, dtype, bound):
+    """bfloat16 is held to what the plain form does to the same chain, since a chain multiplies every rounding."""
+    torch.manual_seed(0)
+    total, readers = 200, 7
+    inputs = [
+        torch.randn(total, width, device="cuda"),
+        torch.randn(readers, width, device="cuda") / width**0.5,
+        *(1 + 0.1 * torch.randn(2, readers, width, device="cuda")).unbind(),
+        torch.randn(readers - 1, width, width, device="cuda") / width**0.5,
+    ]
+    weight = torch.randn(total, width, device="cuda")
+
+    def run(fused, dtype):
+        cast = [x.to(dtype) if i in (0, 4) else x for i, x in enumerate(inputs)]
+        return output_and_gradients(lambda *args: chain(*args, block=block, fused=fused), cast, weight)
+
+    truth, got = run(False, torch.float32), run(True, dtype)
+    errors = [relative_error(g, w) for g, w in zip(got, truth, strict=True)]
+    if dtype == torch.bfloat16:
+        plain = [relative_error(g, w) for g, w in zip(run(False, dtype), truth, strict=True)]
+        assert all(e < max(bound, 1.5 * p) for e, p in zip(errors, plain, strict=True)), (errors, plain)
+    else:
+        assert max(errors) < bound
+    assert all(torch.equal(a, b) for a, b in zip(got, run(True, dtype), strict=True))
+
+
+@pytest.mark.gpu
+def test_fused_compiled_with_a_model_is_one_graph():
+    torch.manual_seed(0)
+    losses, gradients = [], []
+    for engine in ("torch", "fused"):
+        model = small_model(depth_engine=engine).cuda()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "query" in name:
+                    parameter.add_(
+                        0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).cuda()
+                    )
+        hidden = torch.compile(model.hidden, fullgraph=True, dynamic=False) if engine == "fused" else model.hidden
+        tokens = torch.arange(64, device="cuda") % model.vocab_size
+        cu_seqlens = torch.tensor([0, 10, 64, 64], dtype=torch.int32, device="cuda")
+        loss = model.loss(hidden(tokens, cu_seqlens, 64), tokens.roll(-1))
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert max(relative_error(g, gradients[0][name]) for name, g in gradients[1].items()) < 1e-3

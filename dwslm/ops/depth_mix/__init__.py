@@ -3,8 +3,31 @@
 a_i = softmax_i( query . (gain * rmsnorm(v_i)) )        h = sum_i a_i v_i
 """
 
+import importlib.util
+
 import torch
 from torch import Tensor
+
+ENGINES = ("fused", "torch")
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # looked up once: a compiler cannot trace the look-up
+
+
+def check_name(engine: str) -> None:
+    """Raises ValueError for a name that is neither an engine nor `auto`."""
+    if engine != "auto" and engine not in ENGINES:
+        raise ValueError(f"unknown depth engine {engine!r}: choose one of auto, {', '.join(ENGINES)}")
+
+
+def resolve(engine: str, device: torch.device) -> str:
+    """Name of the engine that `engine` stands for: `auto` is "torch", since "fused" has not been run on a GPU yet.
+
+    Raises:
+        ValueError: where a named engine cannot be had.
+    """
+    check_name(engine)
+    if engine == "fused" and not (device.type == "cuda" and HAS_TRITON):
+        raise ValueError(f"depth engine 'fused' needs a GPU and Triton (it comes with torch there), not {device}")
+    return "torch" if engine == "auto" else engine
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
