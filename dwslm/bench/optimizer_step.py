@@ -195,7 +195,7 @@ def record_step(
             built.gradient.copy_(gradients[0])
 
         found["recorded_ms"] = timer.measure([replay], before=refill).as_json()
-        found["launched_ms"] = timer.measure([step], before=refill).as_json()
+        found["launched_ms"] = timer.measure([step], before=refill, launching=True).as_json()
     except Exception as error:
         found |= {"status": "fails", "reason": f"{type(error).__name__}: {' '.join(str(error).split())}"[:600]}
     return found

@@ -18,6 +18,8 @@ WARM_UP_CALLS = 3
 CACHES = 4
 """Inputs rotate over at least so many times the last-level cache, so that none is found there."""
 MOST_SETS = 16
+IDLE_SHARE, MOST_IDLE_S, CLOCK_HZ = 2.0, 0.05, 2e9
+"""An idling kernel takes twice the longest launch seen, 50 ms at most: a call that waits for the host cannot be hidden."""
 
 PRODUCTS = ((1024, 4096), (4096, 1024), (1024, 1024), (1024, 32768))
 """(K, N) of the main model's matrix products."""
@@ -61,15 +63,19 @@ class Timer:
         self.synchronize()
         return time.perf_counter() - started
 
-    def measure(self, calls: Sequence[Callable[[], Any]], before: Callable[[], Any] | None = None) -> Stat:
+    def measure(
+        self, calls: Sequence[Callable[[], Any]], before: Callable[[], Any] | None = None, launching: bool = False
+    ) -> Stat:
         """Milliseconds of a call, in turn over `calls`, which do the same on other data.
 
         Args:
             before: called ahead of every call and not counted.
+            launching: count the time that a GPU waits for the host too. Else every call is queued behind one that idles until
+                the host is through, so that only what the GPU does counts, as in a step that is recorded or long enough.
         """
         self._warm_up(calls, before)
         if self.device.type == "cuda":
-            return stat(self._events(calls, before))
+            return stat(self._events(calls, before, 0 if launching else self._idle_cycles(calls, before)))
         return stat([1e3 * self._once(calls[i % len(calls)], before) for i in range(self.repeats)])
 
     def _once(self, call: Callable[[], Any], before: Callable[[], Any] | None) -> float:
@@ -83,13 +89,30 @@ class Timer:
             self._once(calls[done % len(calls)], before)
             done += 1
 
-    def _events(self, calls: Sequence[Callable[[], Any]], before: Callable[[], Any] | None) -> list[float]:
+    def _idle_cycles(self, calls: Sequence[Callable[[], Any]], before: Callable[[], Any] | None) -> int:
+        """GPU cycles that cover the launching of any of `calls`, with room to spare."""
+        longest = 0.0
+        for call in calls:
+            if before is not None:
+                before()
+            self.synchronize()
+            started = time.perf_counter()
+            call()
+            longest = max(longest, time.perf_counter() - started)
+        self.synchronize()
+        return int(min(MOST_IDLE_S, IDLE_SHARE * longest) * CLOCK_HZ)
+
+    def _events(
+        self, calls: Sequence[Callable[[], Any]], before: Callable[[], Any] | None, idle_cycles: int
+    ) -> list[float]:
         # The host does not wait between calls: it launches ahead, as it does in training.
         starts = [torch.cuda.Event(enable_timing=True) for _ in range(self.repeats)]
         ends = [torch.cuda.Event(enable_timing=True) for _ in range(self.repeats)]
         for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
             if before is not None:
                 before()
+            if idle_cycles:
+                torch.cuda._sleep(idle_cycles)
             start.record()
             calls[i % len(calls)]()
             end.record()
