@@ -78,10 +78,8 @@ class DeltaAttention(nn.Module):
     def forward(self, x: Tensor, tokens: Tensor, segments: Segments) -> Tensor:
         """[T, width] to [T, width]."""
         shape = (self.heads, self.head_dim)
-        qkv, decay, gate, beta, *value_gate = self.input(x).split(
-            [sum(self.input.rows[:3]), *self.input.rows[3:]], dim=-1
-        )
-        q, k, v = short_conv(qkv, self.conv, segments, self.heads, self.conv_engine)
+        q, k, v, rest = short_conv(self.input(x), self.conv, segments, self.heads, self.conv_engine)
+        decay, gate, beta, *value_gate = rest.split(self.input.rows[3:], dim=-1)
         if self.value_embedding is not None:
             v = self.value_embedding(v, value_gate[0], tokens)
         if self.kind == "kda":

@@ -8,7 +8,7 @@ def short_conv_reference(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor, heads: int, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Arguments as in `short_conv`, boundaries as a tensor; float32 throughout. Returns q, k, v: [T, heads, head_dim]."""
-    x, weight = x.float(), weight.float()
+    x, weight = x[:, : len(weight)].float(), weight.float()
     width = weight.shape[1]
     bounds = cu_seqlens.tolist()
     out = []

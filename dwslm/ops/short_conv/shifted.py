@@ -7,14 +7,16 @@ from dwslm.ops.norm import l2_norm
 from dwslm.ops.segments import Segments
 
 
-def short_conv_shifted(x: Tensor, weight: Tensor, segments: Segments, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def short_conv_shifted(
+    x: Tensor, weight: Tensor, segments: Segments, heads: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `short_conv`."""
     # Three apart, so that each result is contiguous as kernels want it and no copy joins or parts them.
     q, k, v = (
         _conv(y, w, segments).unflatten(-1, (heads, -1))
-        for y, w in zip(x.chunk(3, dim=1), weight.chunk(3), strict=True)
+        for y, w in zip(x[:, : len(weight)].chunk(3, dim=1), weight.chunk(3), strict=True)
     )
-    return l2_norm(q), l2_norm(k), v
+    return l2_norm(q), l2_norm(k), v, x[:, len(weight) :]
 
 
 def _conv(x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
