@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from dwslm.cli import child
 from dwslm.cli.errors import make_console
 from dwslm.cli.find import commit, find_checkpoint, open_split
 from dwslm.cli.prepare import prepare_sample
@@ -63,7 +62,6 @@ def launch(config: RunConfig | dict[str, Any], overrides: Sequence[str]) -> None
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Installing an unrelated package must not reroute flash-linear-attention's kernels.
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
-    child.begin(console)
     given = to_plain(config) if isinstance(config, RunConfig) else config
     if not given["runs_dir"]:
         raise ValueError("runs_dir is empty: name the folder for run folders")
@@ -150,7 +148,6 @@ def train(
     save_first: bool,
 ) -> None:
     """Trains and leaves the event that says how it ended."""
-    child.announce(run.path)
     trainer = Trainer(
         plan=built.plan,
         train=config.train,
