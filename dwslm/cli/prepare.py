@@ -2,21 +2,31 @@
 
 import argparse
 import dataclasses
+import time
+import typing
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from dwslm.cli.errors import make_console
+from dwslm.cli.settings import field_docs
 from dwslm.config import SAMPLE_DATA
-from dwslm.data.prepare import prepare
+from dwslm.data.merge import merge
+from dwslm.data.prepare import prepare, prepare_tokenizer
 from dwslm.data.prepare_settings import PrepareSettings
 from dwslm.data.readers import FieldSettings
+from dwslm.data.sample import Done
 
 SAMPLE = Path(__file__).resolve().parents[2] / "sample"
+RATE_SECONDS = 30.0  # over which rates are taken
+LINE_SECONDS = 30.0  # between lines where there is no terminal
 
 
 def add_parser(commands: Any) -> None:
@@ -40,23 +50,32 @@ def add_parser(commands: Any) -> None:
         "--skip-bad", type=int, default=0, metavar="N", help="leave out and list up to N unusable documents"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a dataset made with other settings")
+    parser.add_argument(
+        "--tokenizer-only", action="store_true", help="train the tokenizer, write it to the file --out, and stop"
+    )
     done = {"out", "train", "valid", "licence_files", "skip_bad", "overwrite", "fields"}
     for settings in (PrepareSettings, FieldSettings):
+        types, docs = typing.get_type_hints(settings), field_docs(settings)
         for field in dataclasses.fields(settings):
-            if field.name not in done:
-                kind = {
-                    "valid_fraction": float,
-                    "vocab_size": int,
-                    "tokenizer_bytes": int,
-                    "shard_tokens": int,
-                }.get(field.name, str)
-                parser.add_argument(
-                    f"--{field.name.replace('_', '-')}",
-                    type=kind,
-                    metavar="X",
-                    help=f"default {field.default!r}",
-                )
+            if field.name in done:
+                continue
+            flag, meaning = f"--{field.name.replace('_', '-')}", docs[field.name].replace("%", "%%")
+            if types[field.name] is bool:
+                parser.add_argument(flag, action="store_true", help=meaning)
+            else:
+                kind = {int | None: int}.get(types[field.name], types[field.name])
+                parser.add_argument(flag, type=kind, metavar="X", help=f"{meaning} (default {field.default!r})")
     parser.set_defaults(run=run)
+    actions = parser.add_subparsers(dest="action", metavar="merge")
+    joining = actions.add_parser(
+        "merge",
+        help="join pieces that were prepared with --piece",
+        description="Checks the pieces and joins them to what one straight run would have made.",
+    )
+    joining.add_argument("merged", metavar="OUT", help="folder to make")
+    joining.add_argument("pieces", nargs="+", metavar="PIECE", help="all pieces, in any order")
+    joining.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
+    joining.set_defaults(run=run_merge)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -75,7 +94,19 @@ def run(arguments: argparse.Namespace) -> None:
         fields=fields,
         licence_files={name: file for name, file in arguments.licence_file},
     )
+    if arguments.tokenizer_only:
+        with shown(console) as show:
+            made = prepare_tokenizer(settings, show)
+        console.print(Text(f"{made['out']}: {made['vocab_size']:,} entries, sha256 {made['tokenizer_hash']}"))
+        return
     prepare_with_progress(settings, console)
+
+
+def run_merge(arguments: argparse.Namespace) -> None:
+    console = make_console()
+    with shown(console) as show:
+        summary = merge(arguments.merged, arguments.pieces, arguments.overwrite, show)
+    print_summary(summary, console)
 
 
 def prepare_sample(console: Console, out: str = SAMPLE_DATA, vocab_size: int | None = None) -> None:
@@ -100,19 +131,111 @@ def prepare_sample(console: Console, out: str = SAMPLE_DATA, vocab_size: int | N
 
 def prepare_with_progress(settings: PrepareSettings, console: Console) -> None:
     """Prepares and prints what came of it."""
-    columns = [TextColumn("{task.description}"), TextColumn("{task.fields[figures]}"), TimeElapsedColumn()]
+    with shown(console) as show:
+        summary = prepare(settings, show)
+    print_summary(summary, console)
+
+
+@contextmanager
+def shown(console: Console) -> Iterator[Callable[[Done], None]]:
+    """A progress bar on a terminal; elsewhere, in the log of a batch job say, a line now and then."""
+    clock = Clock()
+    if not console.is_terminal:
+
+        def say(done: Done) -> None:
+            begun = done.stage != clock.stage
+            figures = clock.figures(done)
+            if clock.due() or begun:
+                console.print(Text(f"{done.stage}: {figures}"))
+
+        yield say
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("prepare", total=None, figures="")
 
-        def show(stage: str, documents: int, size: int) -> None:
-            bar.update(task, description=stage, figures=f"{documents:,} documents, {size / 1e6:,.1f} MB")
+        def show(done: Done) -> None:
+            total = None if done.share is None else 1.0
+            bar.update(
+                task, description=done.stage, total=total, completed=done.share or 0.0, figures=clock.figures(done)
+            )
 
-        summary = prepare(settings, show)
+        yield show
+
+
+class Clock:
+    """Rates and time left of a stage, from what it did over the last half minute or so."""
+
+    def __init__(self) -> None:
+        self.stage = ""
+        self.marks: deque[tuple[float, Done]] = deque()
+        self.said = time.monotonic()
+
+    def due(self) -> bool:
+        """Whether it is time for another line."""
+        if time.monotonic() - self.said < LINE_SECONDS:
+            return False
+        self.said = time.monotonic()
+        return True
+
+    def figures(self, done: Done) -> str:
+        """Documents, MB, MB/s and time left."""
+        now = time.monotonic()
+        if done.stage != self.stage:
+            self.stage = done.stage
+            self.marks.clear()
+        self.marks.append((now, done))
+        while len(self.marks) > 2 and now - self.marks[0][0] > RATE_SECONDS:
+            self.marks.popleft()
+        figures = f"{done.documents:,} documents, {done.bytes / 1e6:,.1f} MB"
+        then, before = self.marks[0]
+        if now - then < 1:
+            return figures
+        figures += f", {(done.bytes - before.bytes) / 1e6 / (now - then):,.1f} MB/s"
+        if done.share is not None and before.share is not None and done.share > before.share:
+            left = int((1 - done.share) / (done.share - before.share) * (now - then))
+            figures += f", {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"
+        return figures
+
+
+def print_summary(summary: dict[str, Any], console: Console) -> None:
+    """Prints what `prepare` or `merge` returned."""
     console.print(summary_table(summary))
-    if summary.get("already_complete"):
-        console.print(Text(f"{settings.out} was complete already"))
+    if summary["already_complete"]:
+        console.print(Text(f"{summary['out']} was complete already"))
+    for line in report_lines(summary["report"]):
+        console.print(Text(line))
     for bad in summary["bad"]:
         console.print(Text(f"left out: {bad['place']}: {bad['reason']}"))
+
+
+def report_lines(report: dict[str, Any]) -> list[str]:
+    """What the options left out, in words."""
+    reasons = {
+        "short": "too short",
+        "duplicate": "of a text that occurred before",
+        "duplicate_of_held_out": "of a text that is held out",
+        "overlap": "that share runs of 13 words with held-out text",
+    }
+    lines = []
+    for reason, splits in report.get("left_out", {}).items():
+        for split, counts in splits.items():
+            if counts["documents"]:
+                figures = f"{counts['documents']:,} {split} documents, {counts['bytes'] / 1e6:,.2f} MB"
+                lines.append(f"left out: {figures}, {reasons[reason]}")
+    if control := report.get("control_characters"):
+        lines.append(f"{control['characters']:,} control characters taken out of {control['documents']:,} documents")
+    if overlap := report.get("overlap"):
+        shares = ", ".join(
+            f"{overlap['documents'][share]:,} ({overlap['bytes'][share] / 1e6:,.2f} MB) "
+            + ("with any" if share == "any" else f"with {float(share):.0%} or more of their own")
+            for share in overlap["documents"]
+        )
+        lines.append(f"runs of 13 words that are held out ({overlap['held_out_runs']:,}): training documents {shares}")
+        by_source = sorted(overlap["sources"].items(), key=lambda item: -item[1])
+        if by_source:
+            lines.append("  by source: " + ", ".join(f"{name} {count:,}" for name, count in by_source))
+    return lines
 
 
 def summary_table(summary: dict[str, Any]) -> Table:

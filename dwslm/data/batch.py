@@ -6,11 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dwslm.data.order import Pieces
+from dwslm.data.order import Pieces, join_pieces
 from dwslm.data.shards import Dataset
+from dwslm.data.text import Text
 
 IGNORE = -100
 """Target of a position that has no loss."""
+
+RELEASE_EVERY = 16
+"""Pieces between two releases of the token files' pages: the kernel maps up to a megabyte around each of them."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,17 @@ class Batch:
         return int(np.diff(self.cu_seqlens)[self.docs < 0].sum())
 
 
-def assemble(dataset: Dataset, rows: Sequence[Pieces], context: int, segments_per_row: int) -> Batch:
+def assemble(
+    dataset: Dataset, rows: Sequence[Pieces], context: int, segments_per_row: int, text: Text | None = None
+) -> Batch:
     """Fetch the text of the rows, each given as its pieces from left to right.
+
+    `text` is how the documents are read, and the pieces are of it; None takes them as they are stored.
 
     Raises ValueError if a row has more slots than `context` or more segments, padding included, than
     `segments_per_row`.
     """
-    pieces = Pieces(*(np.concatenate([getattr(row, name) for row in rows]) for name in ("docs", "starts", "lengths")))
+    pieces = join_pieces(rows)
     count = np.array([len(row) for row in rows])
     free = context - np.array([int(row.lengths.sum()) + len(row) for row in rows])
     padded = free > 0
@@ -78,15 +86,18 @@ def assemble(dataset: Dataset, rows: Sequence[Pieces], context: int, segments_pe
 
     tokens = np.full(len(rows) * context, dataset.eod, dtype=np.int32)
     places = cu_seqlens[piece_slot] + 1
-    for doc, start, length, place in zip(
-        pieces.docs.tolist(), pieces.starts.tolist(), pieces.lengths.tolist(), places.tolist(), strict=True
-    ):
-        tokens[place : place + length] = dataset.tokens(doc, start, start + length)
+    text = text or Text(dataset)
+    epochs = [0] * len(pieces) if pieces.epochs is None else pieces.epochs.tolist()
+    found = zip(pieces.docs.tolist(), epochs, pieces.starts.tolist(), pieces.lengths.tolist(), strict=True)
+    for number, ((doc, epoch, start, length), place) in enumerate(zip(found, places.tolist(), strict=True), start=1):
+        tokens[place : place + length] = text.tokens(doc, epoch, start, start + length)
+        if number % RELEASE_EVERY == 0 or number == len(pieces):
+            dataset.release()  # else all of the text would count as this process's memory in the end
 
     # Inside a segment the target is the token after; its last slot looks past the piece.
     targets = np.full_like(tokens, IGNORE)
     targets[:-1] = tokens[1:]
-    ends = pieces.starts + pieces.lengths == dataset.docs["tokens"][pieces.docs]
+    ends = pieces.starts + pieces.lengths == text.lengths[pieces.docs]
     targets[cu_seqlens[piece_slot + 1] - 1] = np.where(ends, dataset.eod, IGNORE)
     for begin, end in zip(cu_seqlens[padding_slot].tolist(), cu_seqlens[padding_slot + 1].tolist(), strict=True):
         targets[begin:end] = IGNORE

@@ -5,6 +5,8 @@ at most `max_segments` segments, and what is left of it at its end is one paddin
 of them.
 """
 
+from bisect import bisect_left, insort
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,9 +14,8 @@ from numpy.typing import NDArray
 def best_fit(slots: NDArray[np.int64], context: int, max_segments: int) -> tuple[NDArray[np.int64], int]:
     """Best-fit decreasing: the largest segment first, each into the fullest row that still takes it.
 
-    Rows are found in one step by their free slots: bit n of one big integer says whether a row with n free
-    slots is there, so the best fit for a segment of s slots is the lowest bit from s on. Best-fit packing for
-    training: arXiv:2404.10830.
+    Rows are kept by their free slots, so the best fit for a segment of s slots is found by a binary search for s.
+    Best-fit packing for training: arXiv:2404.10830.
 
     Args:
         slots: slots of each segment, int64 [n], each in 2 .. context. Equal ones are placed as given.
@@ -28,33 +29,38 @@ def best_fit(slots: NDArray[np.int64], context: int, max_segments: int) -> tuple
     segments = [1] * whole
     rows = whole
 
-    free_bits = 0
+    open_free: list[int] = []  # the keys of `with_free`, rising
     with_free: dict[int, list[int]] = {}  # free slots -> rows with room for more than one further segment
     exact_only: dict[int, list[int]] = {}  # free slots -> rows whose next segment is the last: it must fill them
     for size in sizes[whole:].tolist():
-        larger = free_bits >> size
-        if exact_only.get(size):
-            row, free = exact_only[size].pop(), size
-        elif larger:
-            free = size + (larger & -larger).bit_length() - 1
-            stack = with_free[free]
-            row = stack.pop()
+        if size in exact_only:
+            stack = exact_only[size]
+            row, free = stack.pop(), 0
             if not stack:
-                free_bits ^= 1 << free
+                del exact_only[size]
         else:
-            row, free = rows, context
-            rows += 1
-            segments.append(0)
+            at = bisect_left(open_free, size)
+            if at < len(open_free):
+                free = open_free[at]
+                stack = with_free[free]
+                row = stack.pop()
+                if not stack:
+                    del with_free[free], open_free[at]
+                free -= size
+            else:
+                row, free = rows, context - size
+                rows += 1
+                segments.append(0)
         row_of.append(row)
         segments[row] += 1
-        free -= size
         if free < 2:  # no segment is that short
             continue
         if segments[row] < max_segments - 1:
-            stack = with_free.setdefault(free, [])
-            if not stack:
-                free_bits |= 1 << free
-            stack.append(row)
+            if free in with_free:
+                with_free[free].append(row)
+            else:
+                with_free[free] = [row]
+                insort(open_free, free)
         elif segments[row] < max_segments:
             exact_only.setdefault(free, []).append(row)
 

@@ -3,85 +3,119 @@
 import gzip
 import importlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+CHUNK_BYTES = 1 << 20  # of lines that are handled together: small beside memory, large beside what a hand-over costs
 _BLOCK = 1 << 20
 _LONGEST_LINE = 1 << 30  # a damaged file without line ends must not fill the memory
 _ZSTD_WINDOW = 1 << 31  # `zstd --long=31`; without this the library stops at 128 MiB
 
 
-def read_lines(path: Path) -> Iterator[bytes]:
-    """Lines of a plain, .gz or .zst file, without their line ends; memory for a few lines at most.
+class Lines(NamedTuple):
+    """Some lines of a file, one after the other."""
+
+    first: int
+    """Number of the first, counted from 1."""
+    raw: bytes
+    """The lines with their ends; the last line of a file may lack its own."""
+    offset: int
+    """Bytes of the file, as it lies on the disk, that were read to get here."""
+
+
+def read_chunks_of_lines(path: Path) -> Iterator[Lines]:
+    """A plain, .gz or .zst file, cut behind the first line that brings a chunk to `CHUNK_BYTES`.
+
+    Where it is cut depends on the text alone, not on how it is compressed.
 
     Raises:
-        ValueError: the file is damaged or cut short, or has a line of more than a GiB.
+        ValueError: the file is damaged or cut short (after all lines before that), or has a line of more than
+            a GiB.
     """
-    number = 0
-    lines = _lines(_blocks(path), path)
+    parts: list[bytes] = []
+    size = number = offset = 0
+    line_bytes = 0  # of the line under way
+    failure = None
+    blocks = _blocks(path)
     while True:
         try:
-            line = next(lines)
+            text, offset = next(blocks)
         except StopIteration:
-            return
+            break
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            where = f"{path}:{number + 1}"
-            raise ValueError(f"{where}: the compressed file is damaged or cut short ({error})") from None
-        number += 1
-        yield line
+            failure = error
+            break
+        start = 0
+        while (cut := text.find(b"\n", start + max(0, CHUNK_BYTES - size - 1)) + 1) > 0:
+            raw = b"".join((*parts, text[start:cut]))
+            yield Lines(number + 1, raw, offset)
+            number += raw.count(b"\n")
+            parts, size, start, line_bytes = [], 0, cut, 0
+        parts.append(text[start:])
+        size += len(text) - start
+        last_end = text.rfind(b"\n", start)
+        line_bytes = line_bytes + len(text) - start if last_end < 0 else len(text) - 1 - last_end
+        if line_bytes > _LONGEST_LINE:
+            raise ValueError(f"{path}: a line of more than {_LONGEST_LINE >> 20} MiB; is this JSON lines?")
+    raw = b"".join(parts)
+    if failure is not None:
+        raw = raw[: len(raw) - line_bytes]
+    if raw:
+        yield Lines(number + 1, raw, offset)
+    if failure is not None:
+        number += raw.count(b"\n")
+        raise ValueError(f"{path}:{number + 1}: the compressed file is damaged or cut short ({failure})")
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    if path.name.endswith(".zst"):
-        yield from _zstd_blocks(path)
-        return
-    opener: Callable[[Path, str], Any] = gzip.open if path.name.endswith(".gz") else open
-    with opener(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            yield block
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Lines of a plain, .gz or .zst file, without their line ends.
+
+    Raises:
+        ValueError: as for `read_chunks_of_lines`.
+    """
+    for chunk in read_chunks_of_lines(path):
+        yield from split_lines(chunk.raw)
 
 
-def _zstd_blocks(path: Path) -> Iterator[bytes]:
+def split_lines(raw: bytes) -> list[bytes]:
+    """Lines without their ends; b"" has none, and a last line needs no end."""
+    lines = raw.split(b"\n")
+    return lines if lines[-1] else lines[:-1]
+
+
+def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Text of a file, piece by piece, with the bytes of the file read so far."""
+    with path.open("rb") as file:
+        if path.name.endswith(".zst"):
+            yield from _zstd_blocks(path, file)
+            return
+        text: Any = gzip.GzipFile(fileobj=file) if path.name.endswith(".gz") else file
+        while block := text.read(_BLOCK):
+            yield block, file.tell()
+
+
+def _zstd_blocks(path: Path, file: Any) -> Iterator[tuple[bytes, int]]:
     """Frame after frame; the library's own file reader would take a file cut short for a finished one."""
     zstandard = library("zstandard", path)
     decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     frame = decompressor.decompressobj()
     inside = False  # of a frame
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK >> 4):  # few, since they can become thousands of times as many
-            while block:
-                try:
-                    text = frame.decompress(block)
-                except zstandard.ZstdError as error:
-                    raise zlib.error(str(error)) from None
-                if text:
-                    yield text
-                inside = not frame.eof
-                block = b""
-                if frame.eof:
-                    block = frame.unused_data
-                    frame = decompressor.decompressobj()
+    while block := file.read(_BLOCK >> 4):  # few, since they can become thousands of times as many
+        while block:
+            try:
+                text = frame.decompress(block)
+            except zstandard.ZstdError as error:
+                raise zlib.error(str(error)) from None
+            if text:
+                yield text, file.tell()
+            inside = not frame.eof
+            block = b""
+            if frame.eof:
+                block = frame.unused_data
+                frame = decompressor.decompressobj()
     if inside:
         raise EOFError("the last frame has no end")
-
-
-def _lines(blocks: Iterable[bytes], path: Path) -> Iterator[bytes]:
-    parts: list[bytes] = []
-    length = 0
-    for block in blocks:
-        first, *rest = block.split(b"\n")
-        parts.append(first)
-        length += len(first)
-        if length > _LONGEST_LINE:
-            raise ValueError(f"{path}: a line of more than {_LONGEST_LINE >> 20} MiB; is this JSON lines?")
-        if rest:
-            yield b"".join(parts)
-            yield from rest[:-1]
-            parts = [rest[-1]]
-            length = len(rest[-1])
-    if length:
-        yield b"".join(parts)
 
 
 def library(name: str, what: object) -> Any:

@@ -6,7 +6,7 @@ and there are no worker processes. What is served depends on the position alone.
 
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -49,21 +49,24 @@ class GlobalBatch:
     first_row: int
     next_row: int
     """Position to go on from after this step."""
+    docs: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Documents that the global batch holds text of, as indices into the dataset, in rising order."""
 
 
 class Loader:
     """Iterates over global batches from `first_row` on, without end or up to `stop_row`.
 
-    The global batch is rows first_row .. first_row + world * grad_accum * rows of the stream, cut into
-    micro-batches in order; rank r gets the r-th run of `grad_accum` of them. Another number of ranks, with
-    grad_accum changed to match, serves the same global batches.
+    The global batch is the next world * grad_accum * micro_batch_tokens slots of the stream, cut into micro-batches
+    in order; rank r gets the r-th run of `grad_accum` of them. Another number of ranks, with grad_accum changed to
+    match, serves the same global batches. On each rung of a ladder a micro-batch is of as many slots, in rows of the
+    rung's context.
 
     The thread owns the stream until `close`; use it as a context manager, or call `close`.
 
     Args:
         stream: where the rows come from.
         first_row: position to begin at.
-        rows: rows of a micro-batch.
+        micro_batch_tokens: slots of a micro-batch, a multiple of every context.
         grad_accum: micro-batches per rank and step.
         rank, world: this process among how many.
         depth: global batches kept ready.
@@ -79,7 +82,7 @@ class Loader:
         stream: RowStream,
         *,
         first_row: int,
-        rows: int,
+        micro_batch_tokens: int,
         grad_accum: int = 1,
         rank: int = 0,
         world: int = 1,
@@ -89,22 +92,27 @@ class Loader:
     ) -> None:
         for name, value, least in (
             ("first_row", first_row, 0),
-            ("rows", rows, 1),
+            ("micro_batch_tokens", micro_batch_tokens, 1),
             ("grad_accum", grad_accum, 1),
             ("world", world, 1),
             ("depth", depth, 1),
         ):
             if value < least:
                 raise ValueError(f"loader {name} {value}: must be {least} or more")
+        for leg in stream.legs:
+            if micro_batch_tokens % leg.context:
+                raise ValueError(
+                    f"loader micro_batch_tokens {micro_batch_tokens}: must be a multiple of the context {leg.context}"
+                )
         if not 0 <= rank < world:
             raise ValueError(f"loader rank {rank}: must be from 0 to {world - 1}")
         if pin and not torch.cuda.is_available():
             raise ValueError("loader pin: pinned memory needs an NVIDIA GPU, and torch sees none")
         self._stream = stream
-        self._rows = rows
+        self._tokens = micro_batch_tokens
         self._grad_accum = grad_accum
         self._rank = rank
-        self._global_rows = rows * grad_accum * world
+        self._global_tokens = micro_batch_tokens * grad_accum * world
         self._depth = depth
         self._pin = pin
         self._stop_row = stop_row
@@ -150,7 +158,7 @@ class Loader:
 
     def _work(self, row: int) -> None:
         try:
-            while self._stop_row is None or row + self._global_rows <= self._stop_row:
+            while self._stop_row is None or self._next_row(row) <= self._stop_row:
                 batch = self._make(row)
                 row = batch.next_row
                 with self._changed:
@@ -166,22 +174,32 @@ class Loader:
                 self._finished = True
                 self._changed.notify_all()
 
+    def _next_row(self, row: int) -> int:
+        """Row after the global batch that begins with `row`."""
+        return row + self._global_tokens // self._stream.legs[self._stream.leg_of(row)].context
+
     def _make(self, row: int) -> GlobalBatch:
-        rows = self._stream.rows(row, self._global_rows)
-        first = self._rank * self._grad_accum * self._rows
+        stream, next_row = self._stream, self._next_row(row)
+        leg = stream.legs[stream.leg_of(row)]
+        if stream.legs[stream.leg_of(next_row - 1)].context != leg.context:
+            raise ValueError(f"rows {row} to {next_row} are of two rungs: a step must begin where a rung does")
+        rows = stream.rows(row, next_row - row)
+        each = self._tokens // leg.context
+        first = self._rank * self._grad_accum * each
         micro_batches = [
-            self._tensors(self._stream.assemble(rows[begin : begin + self._rows]))
-            for begin in range(first, first + self._grad_accum * self._rows, self._rows)
+            self._tensors(stream.assemble(rows[begin : begin + each], leg))
+            for begin in range(first, first + self._grad_accum * each, each)
         ]
         segments = sum(len(pieces) for pieces in rows)
         text = sum(int(pieces.lengths.sum()) for pieces in rows)
         return GlobalBatch(
             micro_batches=micro_batches,
-            scored=self._stream.scored(rows),
+            scored=stream.scored(rows),
             segments=segments,
-            padding=self._global_rows * self._stream.packing.context - text - segments,
+            padding=self._global_tokens - text - segments,
             first_row=row,
-            next_row=row + self._global_rows,
+            next_row=next_row,
+            docs=np.unique(np.concatenate([pieces.docs for pieces in rows])),
         )
 
     def _tensors(self, batch: Batch) -> TorchBatch:

@@ -4,6 +4,7 @@ Nothing here has a state that matters. A shuffle is a sort by a keyed hash, so a
 asked for directly, and a resumed run reads on where it was without replaying anything.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,21 +49,31 @@ class Pieces:
     docs: NDArray[np.int64]
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
+    epochs: NDArray[np.int64] | None = None
+    """Which reading of its source each piece is of, int64 [n]; None where it makes no difference."""
 
     def __len__(self) -> int:
         return len(self.docs)
 
     def __getitem__(self, index: NDArray[np.int64] | slice) -> "Pieces":
-        return Pieces(self.docs[index], self.starts[index], self.lengths[index])
+        epochs = None if self.epochs is None else self.epochs[index]
+        return Pieces(self.docs[index], self.starts[index], self.lengths[index], epochs)
 
 
-def join_pieces(parts: list[Pieces]) -> Pieces:
-    """One after the other; there must be at least one part."""
+def join_pieces(parts: Sequence[Pieces]) -> Pieces:
+    """One after the other; there must be at least one part. Epochs are kept if all parts have them."""
+    epochs = [part.epochs for part in parts if part.epochs is not None]
     return Pieces(
         np.concatenate([part.docs for part in parts]),
         np.concatenate([part.starts for part in parts]),
         np.concatenate([part.lengths for part in parts]),
+        np.concatenate(epochs) if len(epochs) == len(parts) else None,
     )
+
+
+def no_pieces() -> Pieces:
+    """None of any document."""
+    return Pieces(*(np.empty(0, dtype=np.int64) for _ in range(4)))
 
 
 def merge_adjacent(pieces: Pieces) -> Pieces:
@@ -73,37 +84,62 @@ def merge_adjacent(pieces: Pieces) -> Pieces:
     begins = np.ones(len(pieces), dtype=bool)
     begins[1:] = (pieces.docs[1:] != pieces.docs[:-1]) | (pieces.starts[1:] != ends[:-1])
     first = np.flatnonzero(begins)
-    return Pieces(pieces.docs[first], pieces.starts[first], np.add.reduceat(pieces.lengths, first))
+    epochs = None if pieces.epochs is None else pieces.epochs[first]
+    return Pieces(pieces.docs[first], pieces.starts[first], np.add.reduceat(pieces.lengths, first), epochs)
 
 
 class SourceOrder:
-    """One source as an endless stream: all its documents in a keyed order, then all of them in another, and
-    so on.
+    """One source, or a slice of it, as an endless stream: all its documents in a keyed order, then all of them
+    in another, and so on.
 
     A document is cut into pieces of `longest` text tokens, the last one shorter. A position in the stream
     counts text tokens, so an epoch is exactly `epoch_tokens` long and shares of the stream are shares of text
-    tokens.
+    tokens. A slice keeps its documents in the order that they have in the whole source, so that a position of
+    the source is one of the slice as well.
 
     Args:
-        docs: the source's documents that have text, int64 [n], as indices into the dataset.
+        docs: the documents that have text, int64 [n], as indices into the dataset.
         tokens: their text tokens, int64 [n], all positive.
         key: decides the orders.
         longest: text tokens in a whole piece.
+        begin: position that is read from. Nothing before it is asked for, and a document that it lies in is
+            cut from there on.
+        places: for a slice, which of its source's documents these are, int64 [n], rising.
+        out_of: for a slice, how many documents its source has.
     """
 
-    def __init__(self, docs: NDArray[np.int64], tokens: NDArray[np.int64], *, key: int, longest: int) -> None:
+    def __init__(
+        self,
+        docs: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        *,
+        key: int,
+        longest: int,
+        begin: int = 0,
+        places: NDArray[np.int64] | None = None,
+        out_of: int = 0,
+    ) -> None:
         self.docs = docs
         self.tokens = tokens
         self.key = key
         self.longest = longest
+        self.begin = begin
         self.epoch_tokens = int(tokens.sum())
+        self._places, self._out_of = places, out_of
         # A window looks at one epoch, or at two where one ends, so two orders are enough to keep.
         self._orders: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def _order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Permuted indices into `docs`, int64 [n], and the text tokens before each place, int64 [n]."""
         if epoch not in self._orders:
-            order = permutation(derive_key(self.key, epoch), len(self.docs))
+            key = derive_key(self.key, epoch)
+            if self._places is None:
+                order = permutation(key, len(self.docs))
+            else:
+                number = np.full(self._out_of, -1, dtype=np.int64)
+                number[self._places] = np.arange(len(self._places))
+                order = number[permutation(key, self._out_of)]
+                order = order[order >= 0]
             tokens = self.tokens[order]
             if len(self._orders) == 2:
                 del self._orders[min(self._orders)]
@@ -116,7 +152,7 @@ class SourceOrder:
         Consecutive intervals share the stream out exactly: each piece belongs to the one interval it begins
         in.
         """
-        parts = [Pieces(*(np.empty(0, dtype=np.int64) for _ in range(3)))]
+        parts = [no_pieces()]
         while begin < end:
             epoch, first = divmod(begin, self.epoch_tokens)
             stop = min(self.epoch_tokens, end - epoch * self.epoch_tokens)
@@ -124,12 +160,42 @@ class SourceOrder:
             begin = epoch * self.epoch_tokens + stop
         return join_pieces(parts)
 
+    def next_piece(self, position: int) -> int:
+        """The first position from `position` on at which a piece begins: where reading has got to once all
+        pieces before `position` were taken."""
+        if self.epoch_tokens == 0:
+            return position
+        epoch, first = divmod(position, self.epoch_tokens)
+        place, skip = self._place(epoch, first)
+        order, offsets = self._order(epoch)
+        cut = int(offsets[place]) + skip
+        piece = cut + -(-(first - cut) // self.longest) * self.longest
+        return epoch * self.epoch_tokens + min(piece, int(offsets[place] + self.tokens[order[place]]))
+
+    def slice_position(self, position: int, part: "SourceOrder") -> int:
+        """Where a slice of this stream stands when the stream itself is at `position`."""
+        if self.epoch_tokens == 0 or part.epoch_tokens == 0:
+            return 0
+        epoch, first = divmod(position, self.epoch_tokens)
+        order, offsets = self._order(epoch)
+        read = np.clip(first - offsets, 0, self.tokens[order])
+        return epoch * part.epoch_tokens + int(read[np.isin(self.docs[order], part.docs)].sum())
+
+    def _place(self, epoch: int, position: int) -> tuple[int, int]:
+        """The place of the document that holds a position of an epoch, and its tokens before `self.begin`."""
+        offsets = self._order(epoch)[1]
+        place = int(np.searchsorted(offsets, position, side="right")) - 1
+        skip = self.begin - epoch * self.epoch_tokens - int(offsets[place])
+        return place, max(0, skip)
+
     def _pieces_in_epoch(self, epoch: int, begin: int, end: int) -> Pieces:
         order, offsets = self._order(epoch)
-        lo = int(np.searchsorted(offsets, begin, side="right")) - 1  # the document that holds token `begin`
+        lo, skip = self._place(epoch, begin)
         hi = int(np.searchsorted(offsets, end, side="left"))
-        index, offsets = order[lo:hi], offsets[lo:hi]
+        index, offsets = order[lo:hi], offsets[lo:hi].copy()
         tokens = self.tokens[index]
+        offsets[0] += skip
+        tokens[0] -= skip
 
         # Of the first document only the pieces from `begin` on, of the last one only those before `end`.
         first = np.zeros(hi - lo, dtype=np.int64)
@@ -141,4 +207,5 @@ class SourceOrder:
         number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count - first, count)
         starts = number * self.longest
         lengths = np.minimum(np.repeat(tokens, count) - starts, self.longest)
-        return Pieces(np.repeat(self.docs[index], count), starts, lengths)
+        starts[: count[0]] += skip
+        return Pieces(np.repeat(self.docs[index], count), starts, lengths, np.full(len(starts), epoch))

@@ -1,16 +1,20 @@
 """What `prepare` is asked to do, and the record of it by which a later call knows its work again."""
 
 import hashlib
+import os
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from dwslm.data.chunks import Part, list_parts
 from dwslm.data.readers import FORMATS, DatasetSource, FieldSettings, Input, list_files, relative_name
 from dwslm.data.tokenizer import EOD, eod_id, load_tokenizer, tokenizer_hash
 
 SPLITS = ("train", "valid")
+DECONTAMINATE = ("off", "report", "remove")
 _EDGE = 1 << 20
 
 
@@ -52,6 +56,21 @@ class PrepareSettings:
     """How many documents that cannot be used to leave out and list; one more stops the work."""
     licence_files: dict[str, str] = field(default_factory=dict)
     """Name of a licence to the file with its text, which goes into the manifest."""
+    workers: int | None = None
+    """Processes that tokenize. null: as many as there are CPU cores. The result is the same for any number."""
+    piece: str = ""
+    """Prepare part i of n, given as "i/n", for `dwslm prepare merge` to join. Needs `tokenizer`: all parts share one."""
+    min_characters: int = 0
+    """Leave out documents of fewer characters, training and held-out, and count them in the report."""
+    strip_control: bool = False
+    """Take control characters (but tab, line feed, carriage return) and byte order marks out of texts, and count them."""
+    dedup: bool = False
+    """Leave out documents whose text occurred before, and training documents whose text is held out; count them."""
+    decontaminate: str = "off"
+    """Look for runs of 13 words that training and held-out text share: "off", "report", or "remove", which leaves out
+    training documents by `overlap_share`."""
+    overlap_share: float = 0.5
+    """Where `decontaminate=remove`: leave out documents with at least this share of their runs held out. 0: any."""
     overwrite: bool = False
     """Replace a dataset made with other settings, which stays in place until the new one is whole; and begin
     anew where unfinished work has other settings."""
@@ -74,8 +93,59 @@ class PrepareSettings:
         for name in ("tokenizer_bytes", "shard_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.skip_bad < 0:
-            raise ValueError(f"skip_bad={self.skip_bad}: must be 0 or more")
+        for name in ("skip_bad", "min_characters"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 0 or more")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers={self.workers}: must be at least 1")
+        if self.decontaminate not in DECONTAMINATE:
+            raise ValueError(f"decontaminate={self.decontaminate!r}: must be one of {', '.join(DECONTAMINATE)}")
+        if not 0.0 <= self.overlap_share <= 1.0:
+            raise ValueError(f"overlap_share={self.overlap_share}: must be in [0, 1]")
+        self.piece_of()
+
+    def piece_of(self) -> tuple[int, int]:
+        """Which piece of how many this is, counted from 1; (1, 1) for the whole."""
+        if not self.piece:
+            return 1, 1
+        match = re.fullmatch(r"(\d+)/(\d+)", self.piece)
+        if not match or not 1 <= int(match[1]) <= int(match[2]):
+            raise ValueError(f"piece={self.piece!r}: must be i/n with i from 1 to n, as 3/8")
+        if not self.tokenizer:
+            raise ValueError(
+                f"piece={self.piece} without tokenizer: all pieces need the same one; train it once with "
+                "--tokenizer-only and give it to each"
+            )
+        return int(match[1]), int(match[2])
+
+    def worker_count(self) -> int:
+        """`workers`, or the CPU cores that this process may use."""
+        if self.workers is not None:
+            return self.workers
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    def parts(self, inputs: dict[str, list[Input]]) -> dict[str, list[Part]]:
+        """The files of this piece by split. Pieces are runs of whole files, of about the same size together.
+
+        Raises:
+            ValueError: more pieces than files.
+        """
+        both = [(split, part) for split in SPLITS for part in list_parts(inputs[split], self.format)]
+        number, count = self.piece_of()
+        if count > len(both):
+            raise ValueError(
+                f"piece={self.piece}: there are only {len(both)} files; ask for fewer pieces, or split files"
+            )
+        total = sum(part.size for _, part in both)
+        cuts, done = [0], 0
+        for index, (_, part) in enumerate(both):
+            # A piece takes files until it has its share, but leaves one for each piece after it.
+            enough = done >= total * len(cuts) / count and index > cuts[-1]
+            if len(cuts) < count and (enough or len(both) - index == count - len(cuts)):
+                cuts.append(index)
+            done += part.size
+        mine = both[cuts[number - 1] : [*cuts, len(both)][number]]
+        return {split: [part for given, part in mine if given == split] for split in SPLITS}
 
     def inputs(self) -> dict[str, list[Input]]:
         """Inputs by the split that they were given for."""
@@ -114,6 +184,13 @@ def describe(settings: PrepareSettings, inputs: dict[str, list[Input]]) -> dict[
         if not Path(file).is_file():
             raise FileNotFoundError(f"{file}: no such file (the text of licence {name!r})")
         licences[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    # Left out where they are off: a dataset made before there were such options is the same dataset.
+    options: dict[str, Any] = {name: getattr(settings, name) for name in ("min_characters", "strip_control", "dedup")}
+    options = {name: value for name, value in options.items() if value}
+    if settings.decontaminate != "off":
+        options["decontaminate"] = settings.decontaminate
+    if settings.decontaminate == "remove":
+        options["overlap_share"] = settings.overlap_share
     return {
         "settings": {
             "format": settings.format,
@@ -124,11 +201,13 @@ def describe(settings: PrepareSettings, inputs: dict[str, list[Input]]) -> dict[
             "shard_tokens": settings.shard_tokens,
             "licence_files": licences,
             **origin,
+            **options,
         },
         "inputs": {
             split: [_describe_input(item, settings.format) for item in items] for split, items in inputs.items()
         },
         "versions": {"tokenizers": tokenizers.__version__},
+        **({"piece": settings.piece} if settings.piece else {}),
     }
 
 

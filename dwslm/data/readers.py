@@ -1,18 +1,15 @@
-"""Documents from JSON lines, Parquet, folders of plain text, and what the `datasets` library loads.
+"""Documents: what is known of each, which files they come from, and when one cannot be used.
 
-A reader yields `Document`s, and a `BadDocument` (where, why) for each one that cannot be read, and goes on.
+Reading yields `Document`s, and a `BadDocument` (where, why) for each one that cannot be read, and goes on.
 `accept` turns these into an error or a list, as the user chose. A file that ends early or whose compression
 is damaged always stops the reading: nobody can say how many documents are lost with it.
 """
 
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from dwslm.data.lines import library, read_lines
 
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 PARQUET_SUFFIX = ".parquet"
@@ -88,32 +85,6 @@ Input = Path | DatasetSource
 Item = Document | BadDocument
 
 
-def read_documents(inputs: Iterable[Input], fields: FieldSettings, form: str = "auto") -> Iterator[Item]:
-    """Every document of the inputs, in order; of a folder, its files in the order of their paths.
-
-    Args:
-        inputs: files, folders and `DatasetSource`s.
-        form: "auto" goes by a file's name, and takes a folder without .jsonl* or .parquet files for one of
-            plain text; "jsonl", "parquet" and "text" say it outright.
-
-    Raises:
-        FileNotFoundError: an input that is not there, or a folder with nothing to read.
-        ValueError: an input of unknown kind, a damaged file, or a missing optional library.
-    """
-    for item in inputs:
-        if isinstance(item, DatasetSource):
-            yield from _read_dataset(item, fields)
-            continue
-        for file, kind in list_files(item, form):
-            name = relative_name(file, item)
-            if kind == "jsonl":
-                yield from _read_jsonl(file, name, fields)
-            elif kind == "parquet":
-                yield from _read_parquet(file, name, fields)
-            else:
-                yield from _read_text(file, name, fields)
-
-
 def accept(items: Iterable[Item], skip_bad: int, bad: list[BadDocument]) -> Iterator[Document]:
     """Pass the documents on and collect the bad ones in `bad`, up to `skip_bad` of them.
 
@@ -138,8 +109,13 @@ def reject(item: BadDocument, skip_bad: int, bad: list[BadDocument]) -> None:
 def list_files(path: Path, form: str = "auto") -> list[tuple[Path, str]]:
     """The files that an input path stands for, each with its kind: "jsonl", "parquet" or "text".
 
+    Args:
+        form: "auto" goes by a file's name, and takes a folder without .jsonl* or .parquet files for one of
+            plain text; "jsonl", "parquet" and "text" say it outright.
+
     Raises:
-        FileNotFoundError, ValueError: as for `read_documents`.
+        FileNotFoundError: an input that is not there, or a folder with nothing to read.
+        ValueError: an input of unknown kind.
     """
     if form not in FORMATS:
         raise ValueError(f"format={form!r}: must be one of {', '.join(FORMATS)}")
@@ -190,12 +166,12 @@ def _walk(folder: Path) -> Iterator[Path]:
 # ---------------------------------------------------------------------------------------------- one document
 
 
-def _document(record: Any, place: str, own_id: str, fields: FieldSettings) -> Item:
-    """A record with named fields, checked; `own_id` is for one without an id."""
+def document(record: Any, place: str, own_id: str, fields: FieldSettings) -> Item:
+    """The document of a record with named fields, or why there is none; `own_id` is for one without an id."""
     if not isinstance(record, dict):
         return BadDocument(place, f"not an object with fields but a {type(record).__name__}")
     try:
-        return _checked(
+        return checked(
             text=_field(record, fields.text_field),
             id=_field(record, fields.id_field, numbers=True) if fields.id_field else own_id,
             source=fields.source or _field(record, fields.source_field, flag="source"),
@@ -220,7 +196,12 @@ def _field(record: dict, name: str, *, numbers: bool = False, flag: str = "") ->
     return value
 
 
-def _checked(*, text: str, id: str, source: str, language: str, group: str, licence: str, place: str) -> Document:
+def checked(*, text: str, id: str, source: str, language: str, group: str, licence: str, place: str) -> Document:
+    """A document of these properties.
+
+    Raises:
+        ValueError: an empty one, or one that is not valid Unicode.
+    """
     if not text.strip():
         raise ValueError("empty document")
     named = {"text": text, "id": id, "source": source, "language": language, "group": group or id}
@@ -235,101 +216,14 @@ def _checked(*, text: str, id: str, source: str, language: str, group: str, lice
     return Document(**named, licence=licence, place=place)
 
 
-def _decode(raw: bytes) -> str:
+def decode(raw: bytes) -> str:
+    """UTF-8 to text; ValueError names the first byte that is not."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(_not_utf8(error)) from None
+        raise ValueError(not_utf8(error)) from None
 
 
-def _not_utf8(error: UnicodeDecodeError) -> str:
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """What is wrong with bytes that do not decode."""
     return f"not valid UTF-8: byte 0x{error.object[error.start]:02X} at offset {error.start}"
-
-
-# ---------------------------------------------------------------------------------------------------- formats
-
-
-def _read_jsonl(path: Path, name: str, fields: FieldSettings) -> Iterator[Item]:
-    for number, line in enumerate(read_lines(path), start=1):
-        if not line or line.isspace():
-            continue
-        place = f"{path}:{number}"
-        try:
-            record = json.loads(_decode(line))
-        except json.JSONDecodeError as error:
-            yield BadDocument(place, f"malformed JSON: {error.msg} at column {error.colno}")
-        except (ValueError, RecursionError) as error:
-            yield BadDocument(place, str(error))
-        else:
-            yield _document(record, place, f"{name}:{number}", fields)
-
-
-def _read_parquet(path: Path, name: str, fields: FieldSettings) -> Iterator[Item]:
-    """Batch by batch through the row groups, only the columns that are asked for."""
-    parquet = library("pyarrow.parquet", path)
-    pyarrow = library("pyarrow", path)
-    wanted = {value for key, value in vars(fields).items() if key.endswith("_field") and value}
-    row = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            columns = [column for column in file.schema_arrow.names if column in wanted]
-            for batch in file.iter_batches(batch_size=1024, columns=columns):
-                for record in _rows(batch):
-                    row += 1
-                    place = f"{path}:row {row}"
-                    if isinstance(record, UnicodeDecodeError):
-                        yield BadDocument(place, _not_utf8(record))
-                    else:
-                        yield _document(record, place, f"{name}:{row}", fields)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a whole Parquet file ({_first_line(error)})") from None
-
-
-def _rows(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
-    """Rows as dictionaries; one by one, so that one that is not UTF-8 does not take others with it."""
-    for index in range(batch.num_rows):
-        try:
-            yield {name: batch.column(name)[index].as_py() for name in batch.schema.names}
-        except UnicodeDecodeError as error:
-            yield error
-
-
-def _read_text(path: Path, name: str, fields: FieldSettings) -> Iterator[Item]:
-    for key in ("source", "language"):
-        if not getattr(fields, key):
-            raise ValueError(f"{path}: plain text has no fields; say its {key} with {key}")
-    try:
-        yield _checked(
-            text=_decode(path.read_bytes()),
-            id=name,
-            source=fields.source,
-            language=fields.language,
-            group="",
-            licence=fields.licence,
-            place=str(path),
-        )
-    except ValueError as error:
-        yield BadDocument(str(path), str(error))
-
-
-def _read_dataset(origin: DatasetSource, fields: FieldSettings) -> Iterator[Item]:
-    datasets = library("datasets", origin.name)
-    label = f"{origin.name}[{origin.split}]"
-    folder = Path(origin.name)
-    row = 0
-    try:
-        if (folder / "dataset_dict.json").is_file():  # written by save_to_disk, several splits
-            records = datasets.load_from_disk(origin.name)[origin.split]
-        elif (folder / "state.json").is_file():  # written by save_to_disk, one split
-            records = datasets.load_from_disk(origin.name)
-        else:
-            records = datasets.load_dataset(origin.name, origin.config or None, split=origin.split, streaming=True)
-        for record in records:
-            row += 1
-            yield _document(record, f"{label}:row {row}", f"{folder.name}[{origin.split}]:{row}", fields)
-    except Exception as error:  # the library raises many kinds: unknown names and splits, the network, the files
-        raise ValueError(f"{label}: cannot read past row {row} ({_first_line(error)})") from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__

@@ -5,16 +5,45 @@ import io
 import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
+from dwslm.data.durable import json_bytes, sync_folder, write_durably
 from dwslm.data.shards import COUNTS, DOC_DTYPE, FORMAT_VERSION, file_sha256, token_dtype
 
 _MAX_NAMES = 1 << 16  # source and language are uint16
 _MAX_COUNT = (1 << 32) - 1  # tokens and bytes of one document are uint32
-_OWN_FILE = re.compile(r"\d{5,}\.(bin|docs\.npy|table\.npy|shard\.json)(\.tmp)?|manifest\.json\.tmp")
+_OWN_FILE = re.compile(r"\d{5,}\.(bin|docs\.npy|table\.npy|merge\.npy|shard\.json)(\.tmp)?|manifest\.json\.tmp")
+
+MERGE_DTYPE = np.dtype([("text_hash", "<u8"), ("licence", "<u4")])
+"""What a piece keeps of each document beyond `DOC_DTYPE`; `licence` indexes the sorted names, "" before them."""
+
+_PART = np.dtype([*DOC_DTYPE.descr, *MERGE_DTYPE.descr])
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Several documents, in the order in which they are to be written. Each array has one entry a document."""
+
+    tokens: np.ndarray
+    """[sum of lengths] ids of all, one after the other, all below the vocabulary's size."""
+    lengths: np.ndarray
+    """Tokens of each, all above 0."""
+    text_bytes: np.ndarray
+    id_hash: np.ndarray
+    source: np.ndarray
+    """Index into `sources`; likewise `language` and `licence`."""
+    language: np.ndarray
+    licence: np.ndarray
+    sources: list[str]
+    languages: list[str]
+    licences: list[str]
+    """The empty name stands for no licence."""
+    text_hash: np.ndarray
+    """For pieces that are to be merged without duplicates; else zeros."""
 
 
 def is_finished(path: Path) -> bool:
@@ -42,13 +71,21 @@ class ShardWriter:
         path: folder of the dataset, made if missing.
         vocab_size, eod, tokenizer_hash: go into the manifest; `vocab_size` decides the token type.
         shard_tokens: a shard is closed by the document that brings it to this many tokens.
+        for_merge: keep what `merge` needs of each document, in `NNNNN.merge.npy` beside the shards.
 
     Raises:
         ValueError: the folder already holds a finished dataset, or a setting is out of range.
     """
 
     def __init__(
-        self, path: str | Path, *, vocab_size: int, eod: int, tokenizer_hash: str, shard_tokens: int = 1 << 27
+        self,
+        path: str | Path,
+        *,
+        vocab_size: int,
+        eod: int,
+        tokenizer_hash: str,
+        shard_tokens: int = 1 << 27,
+        for_merge: bool = False,
     ):
         if not 0 <= eod < vocab_size:
             raise ValueError(f"eod={eod}: not an id of a vocabulary of {vocab_size}")
@@ -59,6 +96,7 @@ class ShardWriter:
         self.eod = eod
         self.tokenizer_hash = tokenizer_hash
         self.shard_tokens = shard_tokens
+        self.for_merge = for_merge
         self.dtype = token_dtype(vocab_size)
         self.path.mkdir(parents=True, exist_ok=True)
         if is_finished(self.path):
@@ -73,9 +111,14 @@ class ShardWriter:
         return sum(shard["documents"] for shard in self._shards)
 
     @property
+    def position(self) -> int | None:
+        """The `position` given with the last document in finished shards, or None where there are none."""
+        return self._shards[-1]["position"] if self._shards else None
+
+    @property
     def empty(self) -> bool:
         """Whether no document was added yet, neither now nor before."""
-        return not self._shards and not self._rows
+        return not self._shards and not self._tables
 
     def add(
         self,
@@ -95,29 +138,50 @@ class ShardWriter:
             source, language, licence: names; an empty licence is not counted.
             id_hash: `id_hash` of its id.
         """
-        assert len(tokens) > 0 and int(tokens.max()) < self.vocab_size
-        if len(tokens) > _MAX_COUNT or text_bytes > _MAX_COUNT:
-            raise ValueError(f"a document of {text_bytes} bytes does not fit the table (4 GiB at most); split it")
-        if self._file is None:
-            self._file = (self.path / f"{self._name}.bin.tmp").open("wb")
-        raw = tokens.astype(self.dtype).tobytes()
-        self._file.write(raw)
-        self._digest.update(raw)
-        row = (
-            self._tokens,
-            len(tokens),
-            text_bytes,
-            self._index(source, 0),
-            self._index(language, 1),
-            id_hash,
+        one = np.zeros(1, np.int64)
+        self.add_many(
+            Documents(
+                tokens=tokens,
+                lengths=one + len(tokens),
+                text_bytes=one + text_bytes,
+                id_hash=np.array([id_hash], np.uint64),
+                source=one,
+                language=one,
+                licence=one,
+                sources=[source],
+                languages=[language],
+                licences=[licence],
+                text_hash=one,
+            )
         )
-        self._rows.append(row)
-        self._tokens += len(tokens)
-        _add_counts(self._slices, (source, language), (1, len(tokens), text_bytes))
-        if licence:
-            _add_counts(self._licences, licence, (1, len(tokens), text_bytes))
-        if self._tokens >= self.shard_tokens:
-            self._close_shard()
+
+    def add_many(self, documents: Documents, position: int = 0) -> None:
+        """Append documents.
+
+        Args:
+            position: where they come from, for the caller to find the place again.
+
+        Raises:
+            ValueError: a document that is too large for the table, or too many names in one shard.
+        """
+        lengths = documents.lengths.astype(np.int64)
+        ends = np.cumsum(lengths)
+        assert not len(lengths) or int(lengths.min()) > 0 and int(ends[-1]) == len(documents.tokens)
+        assert not len(lengths) or int(documents.tokens.max()) < self.vocab_size
+        largest = max(int(documents.text_bytes.max(initial=0)), int(lengths.max(initial=0)))
+        if largest > _MAX_COUNT:
+            raise ValueError(f"a document of {largest} bytes does not fit the table (4 GiB at most); split it")
+        tokens = documents.tokens.astype(self.dtype, copy=False)
+        done = written = 0  # documents, and their tokens
+        while done < len(lengths):
+            # The document that brings the shard to its size is the last one in it.
+            room = self.shard_tokens - self._tokens
+            stop = min(int(np.searchsorted(ends, written + room)) + 1, len(lengths))
+            self._add_part(documents, slice(done, stop), tokens[written : int(ends[stop - 1])], lengths[done:stop])
+            self._position = position
+            done, written = stop, int(ends[stop - 1])
+            if self._tokens >= self.shard_tokens:
+                self._close_shard()
 
     def finish(self, *, made_by: dict[str, Any], licence_texts: dict[str, str] | None = None) -> dict[str, Any]:
         """Close the last shard, number sources and languages by name, write and return the manifest.
@@ -125,7 +189,7 @@ class ShardWriter:
         Raises:
             ValueError: not one document was added, or more sources or languages than a table can number.
         """
-        if self._rows:
+        if self._tables:
             self._close_shard()
         if not self._shards:
             raise ValueError(f"{self.path}: no document to write")
@@ -154,7 +218,9 @@ class ShardWriter:
                 {"source": source, "language": language, **dict(zip(COUNTS, counts, strict=True))}
                 for (source, language), counts in sorted(slices.items())
             ],
-            "shards": [self._number_table(shard, sources, languages) for shard in self._shards],
+            "shards": [
+                self._number_table(shard, sources, languages, sorted({"", *licences})) for shard in self._shards
+            ],
             "licences": {
                 licence: {
                     **dict(zip(COUNTS, counts, strict=True)),
@@ -179,8 +245,11 @@ class ShardWriter:
         keep: set[str] = set()
         while (record := self.path / f"{len(shards):05d}.shard.json").is_file():
             name = f"{len(shards):05d}"
-            shards.append(json.loads(record.read_bytes()))
-            keep |= {f"{name}.bin", f"{name}.table.npy", f"{name}.shard.json"}
+            shard = json.loads(record.read_bytes())
+            if "position" not in shard:  # written by a version that cannot be taken up
+                break
+            shards.append(shard)
+            keep |= {f"{name}.{kind}" for kind in ("bin", "table.npy", "shard.json")}
         for file in self.path.iterdir():
             if _OWN_FILE.fullmatch(file.name) and file.name not in keep:
                 file.unlink()
@@ -190,19 +259,39 @@ class ShardWriter:
         self._name = f"{len(self._shards):05d}"
         self._digest = hashlib.sha256()
         self._tokens = 0
-        self._rows: list[tuple[int, ...]] = []
-        self._names: tuple[dict[str, int], dict[str, int]] = (
-            {},
-            {},
-        )  # sources, languages of this shard, as met
-        self._slices: dict[Any, list[int]] = {}
-        self._licences: dict[Any, list[int]] = {}
+        self._position = 0
+        self._tables: list[np.ndarray] = []
+        self._names: tuple[dict[str, int], ...] = ({}, {}, {})  # sources, languages, licences of this shard, as met
 
-    def _index(self, name: str, which: int) -> int:
-        index = self._names[which].setdefault(name, len(self._names[which]))
-        if index >= _MAX_NAMES:
+    def _add_part(self, documents: Documents, part: slice, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents that belong to the shard under way."""
+        if self._file is None:
+            self._file = (self.path / f"{self._name}.bin.tmp").open("wb")
+        raw = np.ascontiguousarray(tokens).data.cast("B")
+        self._file.write(raw)
+        self._digest.update(raw)
+        table = np.zeros(len(lengths), _PART)
+        table["start"] = self._tokens + np.cumsum(lengths) - lengths
+        table["tokens"] = lengths
+        table["bytes"] = documents.text_bytes[part]
+        table["id_hash"] = documents.id_hash[part]
+        table["text_hash"] = documents.text_hash[part]
+        for which, (column, names) in enumerate(
+            (("source", documents.sources), ("language", documents.languages), ("licence", documents.licences))
+        ):
+            table[column] = self._numbers(getattr(documents, column)[part], names, which)
+        self._tables.append(table)
+        self._tokens += len(tokens)
+
+    def _numbers(self, indices: np.ndarray, names: list[str], which: int) -> np.ndarray:
+        """A column that indexes `names` as one that indexes the shard's own names."""
+        known = self._names[which]
+        numbers = np.zeros(len(names), np.int64)
+        for index in np.unique(indices).tolist():
+            numbers[index] = known.setdefault(names[index], len(known))
+        if which < 2 and len(known) > _MAX_NAMES:
             raise ValueError(f"more than {_MAX_NAMES} different {('sources', 'languages')[which]} in one shard")
-        return index
+        return numbers[indices]
 
     def _close_shard(self) -> None:
         assert self._file is not None
@@ -212,8 +301,15 @@ class ShardWriter:
         self._file = None
         bin_path = self.path / f"{self._name}.bin"
         os.replace(bin_path.with_name(bin_path.name + ".tmp"), bin_path)
-        table = np.array(self._rows, dtype=DOC_DTYPE)
+        table = np.concatenate(self._tables)
         _save_table(self.path / f"{self._name}.table.npy", table)
+        sources, languages, licences = (list(names) for names in self._names)
+        pair = table["source"].astype(np.int64) * len(languages) + table["language"]
+        slices = {
+            (sources[number // len(languages)], languages[number % len(languages)]): counts
+            for number, counts in _counts(pair, table)
+        }
+        by_licence = {licences[number]: counts for number, counts in _counts(table["licence"], table)}
         shard = {
             "name": self._name,
             "documents": len(table),
@@ -221,28 +317,57 @@ class ShardWriter:
             "bytes": int(table["bytes"].sum(dtype=np.uint64)),
             "bin_bytes": bin_path.stat().st_size,
             "bin_sha256": self._digest.hexdigest(),
-            "sources": list(self._names[0]),
-            "languages": list(self._names[1]),
-            "slices": [[*key, *counts] for key, counts in sorted(self._slices.items())],
-            "licences": [[key, *counts] for key, counts in sorted(self._licences.items())],
+            "sources": sources,
+            "languages": languages,
+            "licence_names": licences,
+            "slices": [[*key, *counts] for key, counts in sorted(slices.items())],
+            "licences": [[key, *counts] for key, counts in sorted(by_licence.items()) if key],
+            "position": self._position,
         }
         write_durably(self.path / f"{self._name}.shard.json", json_bytes(shard))
         self._shards.append(shard)
         self._open_shard()
 
-    def _number_table(self, shard: dict[str, Any], sources: list[str], languages: list[str]) -> dict[str, Any]:
+    def _number_table(
+        self, shard: dict[str, Any], sources: list[str], languages: list[str], licences: list[str]
+    ) -> dict[str, Any]:
         """Write a shard's final table, its names numbered as in the manifest; the shard's manifest entry."""
         table = np.load(self.path / f"{shard['name']}.table.npy", allow_pickle=False)
-        table["source"] = np.array([sources.index(name) for name in shard["sources"]], "<u2")[table["source"]]
-        table["language"] = np.array([languages.index(name) for name in shard["languages"]], "<u2")[table["language"]]
+        for column, old, new in (
+            ("source", shard["sources"], sources),
+            ("language", shard["languages"], languages),
+            ("licence", shard["licence_names"], licences),
+        ):
+            numbers = {name: index for index, name in enumerate(new)}
+            table[column] = np.array([numbers[name] for name in old], np.int64)[table[column]]
         docs_path = self.path / f"{shard['name']}.docs.npy"
-        _save_table(docs_path, table)
+        _save_table(docs_path, _columns(table, DOC_DTYPE))
+        if self.for_merge:
+            _save_table(self.path / f"{shard['name']}.merge.npy", _columns(table, MERGE_DTYPE))
         kept = ("name", *COUNTS, "bin_bytes", "bin_sha256")
         return {
             **{key: shard[key] for key in kept},
             "docs_bytes": docs_path.stat().st_size,
             "docs_sha256": file_sha256(docs_path),
         }
+
+
+def _columns(table: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    out = np.zeros(len(table), dtype)
+    for name in dtype.names or ():
+        out[name] = table[name]
+    return out
+
+
+def _counts(groups: np.ndarray, table: np.ndarray) -> list[tuple[int, list[int]]]:
+    """Documents, tokens and bytes of each group of documents."""
+    numbers, index = np.unique(groups, return_inverse=True)
+    sums = [np.bincount(index)]
+    for column in ("tokens", "bytes"):
+        total = np.zeros(len(numbers), np.int64)
+        np.add.at(total, index, table[column].astype(np.int64))
+        sums.append(total)
+    return [(int(number), [int(total[i]) for total in sums]) for i, number in enumerate(numbers)]
 
 
 def _add_counts(totals: dict[Any, list[int]], key: Any, counts: tuple[int, ...] | list[int]) -> None:
@@ -254,28 +379,3 @@ def _save_table(path: Path, table: np.ndarray) -> None:
     buffer = io.BytesIO()
     np.save(buffer, table, allow_pickle=False)
     write_durably(path, buffer.getvalue())
-
-
-def json_bytes(value: Any) -> bytes:
-    """A value as readable JSON, the same bytes for the same value."""
-    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode("utf-8")
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a small file whole or not at all: temporary name, fsync, rename, fsync of the folder."""
-    tmp = path.with_name(path.name + ".tmp")
-    with tmp.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(tmp, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames in a folder survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,7 +12,9 @@ the end-of-document token. docs/data-format.md describes every field; shard_writ
 
 import hashlib
 import json
+import mmap
 from bisect import bisect_right
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,10 @@ class Dataset:
         self.tokenizer_hash: str = manifest["tokenizer_hash"]
         self.fingerprint = fingerprint
         self.docs = docs
-        self._shards = shards
+        self._starts, self._lengths = docs["start"], docs["tokens"]  # a field looked up is a view made
+        self._shards = [np.asarray(shard) for shard in shards]  # slices of a plain array are quicker than a memmap's
+        self._maps: list[mmap.mmap | None] = [getattr(shard, "_mmap", None) for shard in shards]
+        self._read: set[int] = set()  # shards that were read since `release`
         # First document of each shard: a document's shard is a binary search away.
         counts = [shard["documents"] for shard in manifest["shards"]]
         self._first_doc = [sum(counts[:i]) for i in range(len(counts))]
@@ -82,14 +87,24 @@ class Dataset:
         Raises:
             IndexError: no such document, or a range that leaves it.
         """
-        if not 0 <= doc < len(self.docs):
+        if not 0 <= doc < len(self._lengths):
             raise IndexError(f"{self.path}: document {doc} of {len(self.docs)}")
-        first, length = int(self.docs["start"][doc]), int(self.docs["tokens"][doc])
+        first, length = int(self._starts[doc]), int(self._lengths[doc])
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
             raise IndexError(f"{self.path}: tokens {start}:{stop} of document {doc}, which has {length}")
-        shard = self._shards[bisect_right(self._first_doc, doc) - 1]
-        return shard[first + start : first + stop]
+        number = bisect_right(self._first_doc, doc) - 1
+        self._read.add(number)
+        return self._shards[number][first + start : first + stop]
+
+    def release(self) -> None:
+        """Let go of the pages of the token files that were read since the last call. The kernel keeps them cached, but
+        they don't count as this process's memory any more."""
+        for number in self._read:
+            mapped = self._maps[number]
+            if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+                mapped.madvise(mmap.MADV_DONTNEED)
+        self._read.clear()
 
 
 def open_dataset(path: str | Path, verify: str = "size") -> Dataset:
@@ -104,13 +119,41 @@ def open_dataset(path: str | Path, verify: str = "size") -> Dataset:
         FileNotFoundError: no such folder, or no manifest in it (never finished, or not a dataset).
         ValueError: unknown format version, or a shard that is missing, cut short or altered.
     """
-    if verify not in ("size", "sha256"):
-        raise ValueError(f"verify={verify!r}: must be 'size' or 'sha256'")
     path = Path(path)
     manifest, fingerprint = _read_manifest(path)
     dtype = np.dtype(manifest["dtype"])
-    tables: list[np.ndarray] = []
-    shards: list[np.ndarray] = []
+    tables = list(_checked_tables(path, manifest, verify))
+    shards: list[np.ndarray] = [
+        np.memmap(path / f"{shard['name']}.bin", dtype=dtype, mode="r") for shard in manifest["shards"]
+    ]
+    return Dataset(path, manifest, fingerprint, np.concatenate(tables), shards)
+
+
+def check_dataset(path: str | Path, verify: str = "size") -> dict[str, Any]:
+    """Check a dataset as `open_dataset` does, one document table in memory at a time; its manifest.
+
+    Raises:
+        FileNotFoundError, ValueError: as for `open_dataset`.
+    """
+    manifest, _ = _read_manifest(Path(path))
+    for _ in _checked_tables(Path(path), manifest, verify):
+        pass
+    return manifest
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """The manifest of a dataset, whose files are not looked at.
+
+    Raises:
+        FileNotFoundError, ValueError: no such folder or manifest, or one that this code cannot read.
+    """
+    return _read_manifest(Path(path))[0]
+
+
+def _checked_tables(path: Path, manifest: dict[str, Any], verify: str) -> Iterator[np.ndarray]:
+    """The document tables, in order, after their shards were checked."""
+    if verify not in ("size", "sha256"):
+        raise ValueError(f"verify={verify!r}: must be 'size' or 'sha256'")
     for shard in manifest["shards"]:
         bin_path, docs_path = path / f"{shard['name']}.bin", path / f"{shard['name']}.docs.npy"
         _check_file(bin_path, shard["bin_bytes"], shard["bin_sha256"] if verify == "sha256" else None)
@@ -119,10 +162,8 @@ def open_dataset(path: str | Path, verify: str = "size") -> Dataset:
             table = np.load(docs_path, allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise ValueError(f"{docs_path} is damaged ({error}); prepare the dataset again") from None
-        _check_table(docs_path, table, shard, manifest)
-        tables.append(table)
-        shards.append(np.memmap(bin_path, dtype=dtype, mode="r"))
-    return Dataset(path, manifest, fingerprint, np.concatenate(tables), shards)
+        check_table(docs_path, table, shard, manifest)
+        yield table
 
 
 def check_tokenizer(dataset: Dataset, tokenizer_path: str | Path) -> None:
@@ -194,8 +235,12 @@ def _check_file(path: Path, size: int, sha256: str | None) -> None:
         raise ValueError(f"{path} is altered: its sha256 is not the manifest's; prepare the dataset again")
 
 
-def _check_table(path: Path, table: np.ndarray, shard: dict[str, Any], manifest: dict[str, Any]) -> None:
-    """The table must describe exactly the tokens of its shard; a wrong one would give text from elsewhere."""
+def check_table(path: Path, table: np.ndarray, shard: dict[str, Any], manifest: dict[str, Any]) -> None:
+    """A table must describe exactly the tokens of its shard; a wrong one would give text from elsewhere.
+
+    Raises:
+        ValueError: it does not.
+    """
     ends = np.cumsum(table["tokens"], dtype=np.uint64) if table.dtype == DOC_DTYPE else np.zeros(0, np.uint64)
     fits = (
         table.dtype == DOC_DTYPE

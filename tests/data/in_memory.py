@@ -15,15 +15,21 @@ SMALL = PackingSettings(context=8, segments_per_row=4, window_tokens=40)
 ANNEAL = MixtureSettings(phases=[Phase(start=0.5, scale={"a": 2.0})])
 
 
-def dataset(documents: Sequence[tuple[str, int]], *, shards: int = 1, fingerprint: str = "f" * 64) -> Dataset:
-    """Documents given as (source, text tokens). Every token of the dataset has its own id, from 1 on."""
-    sources = sorted({source for source, _ in documents})
+def dataset(
+    documents: Sequence[tuple[str, int] | tuple[str, int, str]], *, shards: int = 1, fingerprint: str = "f" * 64
+) -> Dataset:
+    """Documents given as (source, text tokens) in English, or (source, text tokens, language). Every token of the
+    dataset has its own id, from 1 on."""
+    sources = sorted({document[0] for document in documents})
+    languages = sorted({document[2] if len(document) == 3 else "en" for document in documents})
     tables, texts, entries, token = [], [], [], 1
     for part in np.array_split(np.arange(len(documents)), shards):
         table = np.zeros(len(part), dtype=DOC_DTYPE)
         for record, doc in zip(table, part, strict=True):
             record["tokens"] = documents[doc][1]
             record["source"] = sources.index(documents[doc][0])
+            record["language"] = languages.index((*documents[doc], "en")[2])
+            record["id_hash"] = doc
         table["start"] = np.cumsum(table["tokens"]) - table["tokens"]
         count = int(table["tokens"].sum())
         tables.append(table)
@@ -32,7 +38,7 @@ def dataset(documents: Sequence[tuple[str, int]], *, shards: int = 1, fingerprin
         token += count
     manifest = {
         "sources": sources,
-        "languages": ["en"],
+        "languages": languages,
         "vocab_size": token,
         "eod": EOD,
         "tokenizer_hash": "0" * 64,
@@ -47,7 +53,7 @@ def mixed_dataset() -> Dataset:
     return dataset([("aabbbc"[n % 6], length) for n, length in enumerate(lengths)], shards=3)
 
 
-def stream(text: Dataset, packing: PackingSettings = SMALL, **changes: Any) -> RowStream:
+def stream(text: Dataset, /, packing: PackingSettings = SMALL, **changes: Any) -> RowStream:
     arguments: dict[str, Any] = {
         "mixture": MixtureSettings(),
         "seed": 1,

@@ -49,7 +49,7 @@ def test_every_token_once_an_epoch(
     first = 0
     for window in range(3):
         rows.rows(first, 1)
-        end = int(rows._index.starts[window + 1])
+        end = int(rows.legs[0].index.starts[window + 1])
         assert sorted(text_tokens(rows.batch(first, end - first))) == list(range(1, total + 1))
         first = end
 
@@ -60,7 +60,7 @@ def test_epochs_follow_each_other_whatever_the_window(docs: list[tuple[str, int]
     text = dataset(docs)
     rows = stream(text, replace(SMALL, fill=fill, window_tokens=window))
     rows.count_rows(60)
-    seen = Counter(text_tokens(rows.batch(0, rows._index.rows)))
+    seen = Counter(text_tokens(rows.batch(0, rows.legs[0].index.rows)))
     ends = list(accumulate(text.docs["tokens"].tolist()))
     for source in range(len(text.sources)):
         counts = {
@@ -139,7 +139,7 @@ def test_concatenation_pads_only_where_it_must() -> None:
     text = dataset([("a", n) for n in np.random.default_rng(0).integers(1, 90, 60).tolist()])
     rows = stream(text, PackingSettings(32, 32, "concat", window_tokens=1000))
     rows.rows(0, 1)
-    in_window = int(rows._index.starts[1])
+    in_window = int(rows.legs[0].index.starts[1])
     # One row of a window may be short, any other may want a single slot.
     assert rows.batch(0, in_window).padding < 32 + in_window
 
@@ -172,15 +172,15 @@ def test_resume_twice_across_an_epoch_and_a_phase(mixed: Dataset) -> None:
         while len(found) < stop:
             found.append(rows.batch(len(found) * 10, 10))
     assert all(same(*pair) for pair in zip(found, expected, strict=True))
-    assert straight._cursor(straight._index.windows - 1).min() > 0
-    assert straight._index.starts[-2] > straight._phase_rows[1]
+    assert straight.legs[0].cursor(straight.legs[0].index.windows - 1).min() > 0
+    assert straight.legs[0].index.starts[-2] > straight.legs[0].phase_rows[1]
 
 
 def test_seed_decides_the_order_and_the_prefix_does_not_depend_on_later_phases(mixed: Dataset) -> None:
     plain, other, phased = stream(mixed), stream(mixed, seed=2), stream(mixed, mixture=ANNEAL)
     assert plain.key != other.key
     assert not same(plain.batch(0, 20), other.batch(0, 20))
-    boundary = phased._phase_rows[1]
+    boundary = phased.legs[0].phase_rows[1]
     assert boundary == 625
     assert plain.key != phased.key
     assert plain.key_until(boundary) == phased.key_until(boundary) == plain.key
@@ -242,7 +242,7 @@ def test_shards_on_disk(tmp_path: Path) -> None:
     total = sum(len(tokens) for tokens in texts)
     rows = stream(open_dataset(tmp_path), replace(SMALL, window_tokens=total), cache_dir=tmp_path)
     rows.count_rows(1)
-    batch = rows.batch(0, int(rows._index.starts[1]))
+    batch = rows.batch(0, int(rows.legs[0].index.starts[1]))
     found: dict[int, dict[int, int]] = {doc: {} for doc in range(50)}
     for begin, end, doc, start in zip(batch.cu_seqlens, batch.cu_seqlens[1:], batch.docs, batch.starts, strict=False):
         if doc >= 0:

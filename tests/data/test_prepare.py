@@ -1,42 +1,18 @@
 import gzip
 import json
-import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dwslm.data.out_folder import OutFolder
 from dwslm.data.prepare import prepare
 from dwslm.data.prepare_settings import PrepareSettings
 from dwslm.data.readers import FieldSettings
 from dwslm.data.shards import id_hash, open_dataset
 from dwslm.data.tokenizer import load_tokenizer, tokenizer_hash
-
-WORDS = ["river", "house", "letter", "winter", "garden", "über", "日本", "привет", "12345", "(", ")", "="]
-
-
-def records(count, prefix="t", seed=0):
-    draw = random.Random(f"{prefix}{seed}")
-    return [
-        {
-            "id": f"{prefix}{number}",
-            "text": " ".join(draw.choices(WORDS, k=draw.randint(1, 60))),
-            "source": draw.choice(["web", "books"]),
-            "language": draw.choice(["en", "de", "ja"]),
-            "page": f"page{number // 4}",
-            "license": draw.choice(["MIT", "public-domain"]),
-        }
-        for number in range(count)
-    ]
-
-
-def write_jsonl(path, rows):
-    raw = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
-    path.write_bytes(gzip.compress(raw) if path.name.endswith(".gz") else raw)
-    return str(path)
+from tests.data.prepare_case import contents, neighbours, records, run, settings, write_jsonl
 
 
 @pytest.fixture
@@ -46,25 +22,12 @@ def text(tmp_path):
     return train, write_jsonl(tmp_path / "valid.jsonl", records(40, "v"))
 
 
-def settings(out, text, **changes):
-    given = {"train": [text[0]], "valid": [text[1]], "vocab_size": 300, "shard_tokens": 1500}
-    return PrepareSettings(out=str(out), **{**given, **changes})
-
-
-def contents(folder):
-    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
-
-
-def neighbours(folder):
-    return sorted(path.name for path in folder.parent.iterdir() if folder.name in path.name)
-
-
 # ------------------------------------------------------------------------------------------ the result
 
 
 def test_every_document_is_there_and_decodes_to_its_text(tmp_path, text):
     seen = []
-    summary = prepare(settings(tmp_path / "out", text), lambda *stage: seen.append(stage))
+    summary = prepare(settings(tmp_path / "out", text), seen.append)
     tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer.json")
     for split, expected in (("train", records(300)), ("valid", records(40, "v"))):
         data = open_dataset(tmp_path / "out" / split, verify="sha256")
@@ -81,7 +44,8 @@ def test_every_document_is_there_and_decodes_to_its_text(tmp_path, text):
         for count in ("documents", "tokens", "bytes"):
             assert sum(slice_[count] for slice_ in summary[split]["slices"]) == summary[split][count]
     assert len(open_dataset(tmp_path / "out" / "train").manifest["shards"]) > 2
-    assert seen[-1] == ("tokenize", 340, summary["train"]["bytes"] + summary["valid"]["bytes"])
+    assert seen[-1] == ("tokenize", 340, summary["train"]["bytes"] + summary["valid"]["bytes"], 1.0)
+    assert [done.stage for done in seen] == ["sample", "train tokenizer", "tokenize", "tokenize"]
     assert neighbours(tmp_path / "out") == ["out"]
 
 
@@ -221,11 +185,8 @@ def test_a_folder_with_other_things_is_never_touched(tmp_path, text):
 
 
 def test_two_at_once(tmp_path, text):
-    from dwslm.data.prepare import _locked
-
-    (tmp_path / "out.partial").mkdir()
     with (
-        _locked(tmp_path / "out.partial"),
+        OutFolder(str(tmp_path / "out")).locked(),
         pytest.raises(ValueError, match="being written by another process"),
     ):
         prepare(settings(tmp_path / "out", text))
@@ -253,57 +214,6 @@ def test_settings_that_cannot_be(changes, message):
 
 
 # ----------------------------------------------------------------------------------- kills and full disks
-
-# Runs prepare and kills itself with SIGKILL just before the n-th time that a file is opened, renamed or
-# removed in the folder of `out`. If it gets through, it says how often that was, and at which times a folder was
-# given another name.
-CHILD = """
-import os, resource, signal, sys
-from dwslm.data.prepare import prepare
-from dwslm.data.prepare_settings import PrepareSettings
-out, train, valid, vocab_size, shard_tokens, deadline = sys.argv[1:]
-count, renames = 0, []
-def watch(event, args):
-    global count
-    watched = ("open", "os.rename", "os.remove", "os.mkdir", "shutil.rmtree")
-    if event in watched and str(args[0]).startswith(os.path.dirname(out)):
-        count += 1
-        if event == "os.rename" and args[0] in (out, out + ".partial"):
-            renames.append(count)
-        if count == int(deadline):
-            os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(watch)
-given = {"train": [train], "valid": [valid], "vocab_size": int(vocab_size), "shard_tokens": int(shard_tokens)}
-prepare(PrepareSettings(out=out, overwrite=True, **given))
-print(count, *renames)
-"""
-
-
-def run(out, text, vocab_size=300, kill_at=0, shard_tokens=1500, before=""):
-    code = CHILD.replace("count, renames", f"{before}\ncount, renames", 1)
-    command = [sys.executable, "-c", code, str(out), *text, str(vocab_size), str(shard_tokens), str(kill_at)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.slow
-def test_killed_at_any_instant_and_run_again(tmp_path, text):
-    whole = run(tmp_path / "whole", text)
-    assert whole.returncode == 0, whole.stderr
-    instants = int(whole.stdout.split()[0])
-    assert instants > 30
-    draw = random.Random(0)
-    for trial in range(8):
-        out = tmp_path / f"killed{trial}"
-        for _ in range(draw.choice([1, 1, 2])):
-            killed = run(out, text, kill_at=draw.randint(1, instants))
-            if killed.returncode == 0:  # a second call has less left to do than the instant drawn
-                break
-            assert killed.returncode == -signal.SIGKILL
-            assert not out.exists() or contents(out) == contents(tmp_path / "whole")
-        finished = run(out, text)
-        assert finished.returncode == 0, finished.stderr
-        assert contents(out) == contents(tmp_path / "whole")
-        assert neighbours(out) == [out.name]
 
 
 @pytest.mark.slow

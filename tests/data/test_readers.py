@@ -6,15 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from dwslm.data.readers import (
-    BadDocument,
-    DatasetSource,
-    Document,
-    FieldSettings,
-    accept,
-    list_files,
-    read_documents,
-)
+from dwslm.data.chunks import read_documents
+from dwslm.data.readers import BadDocument, DatasetSource, Document, FieldSettings, accept, list_files
 
 FIELDS = FieldSettings()
 RECORDS = [

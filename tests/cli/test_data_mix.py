@@ -1,0 +1,78 @@
+"""`dwslm data mix`: what a plan will serve, and what it is refused for, before it is paid for."""
+
+import argparse
+import json
+import shutil
+
+import pytest
+
+from dwslm.cli.data_mix import add_arguments_mix, run_mix
+from dwslm.data.shards import open_dataset
+
+SMALL = ["experiment=demo", "train.tokens=204800", "train.batch_tokens=2048", "train.micro_batch_tokens=1024",
+         "data.packing.window_tokens=4096"]  # fmt: skip
+
+
+def mix(data, tmp_path, *arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments_mix(parser)
+    given = [*SMALL, f"data.path={data}", "data.mixture.phases=[]", f"--cache={tmp_path}", *arguments]
+    return run_mix(parser.parse_intermixed_args(given))
+
+
+def test_tokens_and_epochs_by_source_and_phase(tiny_data, tmp_path, capsys):
+    sources = open_dataset(tiny_data / "train").sources
+    arguments = [
+        f"data.mixture.anneal.sources=[{sources[0]}]",
+        f"+data.mixture.rephrased={{{sources[0]}: {sources[1]}}}",
+    ]
+    assert mix(tiny_data, tmp_path, *arguments, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [phase["start"] for phase in told["phases"]] == [0.0, 0.75]
+    assert set(told["sources"]) == set(sources)
+    first, last = (phase["sources"][sources[0]]["share"] for phase in told["phases"])
+    assert last == pytest.approx(2 * first / (1 + first), rel=0.15)
+    assert told["planned_tokens"] == 204_800 and told["rephrased"] == {sources[0]: sources[1]}
+    assert list(tmp_path.glob("rows-*.npz"))  # counted for the run that follows
+
+    assert mix(tiny_data, tmp_path, *arguments) == 0
+    said = capsys.readouterr().out
+    assert (
+        f"{sources[0]}, rephrased from {sources[1]}" in said and "from 75%" in said and "micro-batches of 1,024" in said
+    )
+
+
+def test_every_rung_and_its_rate_is_told(tiny_data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dwslm.cli.data_mix.MEASURED_SECONDS", 0.05)
+    ladder = "data.packing.ladder=[{start: 0.5, context: 512, segments_per_row: 8}]"
+    assert mix(tiny_data, tmp_path, ladder, "--measure", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(rung["context"], rung["start"]) for rung in told["rungs"]] == [(256, 0.0), (512, 0.5)]
+    measured = told["measured"]
+    assert measured["tokens_per_second_256"] > 0 and measured["tokens_per_second_512"] > 0
+    assert measured["first_batch_seconds"] > 0 and measured["resident_mb"] > 10 and "loader_mb" in measured
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["+data.mixture.max_epochs={every: 0.5}"], r"exceeds data\.mixture\.max_epochs: .* its cap is 0\.5"),
+        (["data.mixture.anneal.sources=[bokos]"], "'bokos', the dataset has"),
+        (["data.mixture.phases=[{start: 0.2, end: 0.6}, {start: 0.5}]"], r"overlap: the one from 0\.2 to 0\.6"),
+        (["+data.mixture.rephrased={bokos: web}"], "'bokos', the dataset has"),
+        (["data.packing.ladder=[{start: 0.5, context: 768}]"], "micro_batch_tokens=1024 is not a multiple of .* 768"),
+    ],
+)
+def test_refused_before_training(tiny_data, tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        mix(tiny_data, tmp_path, *arguments)
+
+
+def test_a_held_out_document_in_training_is_refused(tiny_data, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data, data)
+    shutil.rmtree(data / "valid")
+    shutil.copytree(data / "train", data / "valid")
+    documents = len(open_dataset(data / "train"))
+    with pytest.raises(ValueError, match=f"{documents} of the {documents} held-out documents"):
+        mix(data, tmp_path)
