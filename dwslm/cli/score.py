@@ -1,7 +1,7 @@
-"""Scoring a checkpoint: bits per byte by slice, by position, or of one's own text."""
+"""Scoring a checkpoint: bits per byte by slice, by position, or of one's own text; and questions about spelling."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from dwslm.evaluate.baselines import (
 )
 from dwslm.evaluate.bits_per_byte import EvalSettings, NatsFn, score, score_text
 from dwslm.evaluate.report import make_report, report_rows, run_row, slice_table, tables
+from dwslm.evaluate.spelling import SpellingSettings, score_spelling, spelling_items, spelling_table
 from dwslm.model.lm import LanguageModel
 from dwslm.model.rotary import RopeSettings
 from dwslm.runs.writer import RunWriter
@@ -41,10 +42,12 @@ def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
     `overrides` are the command line's own: an `evaluate.` setting that they do not name is the run's.
     """
     console = make_console()
-    if config.text is not None and (config.bands or config.baselines):
-        raise ValueError("text= scores one file: leave out bands and baselines, which are of the held-out set")
+    if config.text is not None and (config.bands or config.baselines or config.spelling):
+        raise ValueError("text= scores one file: leave out bands, baselines and spelling")
     if config.yarn_factor is not None and not config.bands:
         raise ValueError(f"yarn_factor={config.yarn_factor} is of the bands: give bands=true too")
+    if config.spelling_tests != SpellingSettings() and not config.spelling:
+        raise ValueError("spelling_tests says which questions to ask: give spelling=true too")
     if not config.checkpoint:
         raise ValueError("eval.py needs checkpoint=RUN (or RUN@STEP, RUN@best, or a checkpoint's folder)")
     found, run, passed_over = find_checkpoint(config.checkpoint, config.runs_dir)
@@ -67,13 +70,18 @@ def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
     nats = nats_function(model)
     console.print(Text(f"{found.path}: step {state['step']:,}, {state['tokens']:,} tokens"))
 
-    context = trained.data.packing.context
+    context = trained.data.packing.last_context
     if config.text is not None:
         own = score_text(nats, config.text, tokenizer, settings, eod=valid.eod, training_context=context)
         console.print(
             slice_table(f"Bits per byte, context {settings.context or context:,}", ["text"], [([config.text], own)])
         )
         return
+    spelling = None
+    if config.spelling:  # first of all, since only here a question shows that does not fit the context
+        items = spelling_items(config.spelling_tests)
+        at_tests = {"eod": valid.eod, "training_context": context, "progress": progress_bar(console)}
+        spelling = score_spelling(nats, items, tokenizer, settings, **at_tests)
     with_bar = progress_bar(console)
     scores = score(nats, valid, settings, training_context=context, progress=with_bar)
     report = make_report(scores, samples=settings.bootstrap_samples, seed=settings.seed)
@@ -99,6 +107,9 @@ def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
         band_report = score_bands(nats_fns, valid, token_bytes(tokenizer), settings)
         console.print(band_table(band_report))
         rows += [run_row("band", row) for row in band_report.to_dict()["rows"]]
+    if spelling is not None:
+        console.print(spelling_table(spelling))
+        rows += [row | {"settings": asdict(config.spelling_tests)} for row in spelling.to_rows()]
     if run is not None:
         at = {"step": state["step"], "tokens": state["tokens"]}
         with RunWriter(run, run.next_attempt("score"), writer="score") as writer:
@@ -133,7 +144,7 @@ def band_ropes(trained: RunConfig, settings: EvalSettings, config: ScoreConfig) 
     Raises:
         ValueError: where there are no bands, or the factor makes no sense.
     """
-    context = trained.data.packing.context
+    context = trained.data.packing.last_context
     if not settings.bands:
         raise ValueError("evaluate.bands is empty: bands=true needs the positions where bands end")
     factor = max(1.0, settings.bands[-1] / context) if config.yarn_factor is None else config.yarn_factor
