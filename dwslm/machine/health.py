@@ -5,10 +5,12 @@ sampled can be anything that returns a `Sample`, so it needs no GPU to be tested
 """
 
 import importlib
+import importlib.util
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -41,6 +43,9 @@ class Sample:
     temperature_c: int | None
     reasons: int | None
     """Bits of `REASONS`."""
+    memory_mhz: int | None = None
+    memory_used: int | None = None
+    """Bytes, of all processes on the GPU."""
 
 
 Source = Callable[[], Sample]
@@ -70,6 +75,7 @@ class Gpu:
             raise ValueError(f"no health samples: {error}") from None
         new, old = "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"
         self._reasons = new if hasattr(nvml, new) else old
+        self._events: Any = None
 
     def sample(self) -> Sample:
         """One sample, in well under a millisecond."""
@@ -81,7 +87,55 @@ class Gpu:
             sm_mhz=self._ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM),
             temperature_c=self._ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
             reasons=self._ask(self._reasons, handle),
+            memory_mhz=self._ask("nvmlDeviceGetClockInfo", handle, getattr(nvml, "NVML_CLOCK_MEM", 2)),
+            memory_used=self.memory()[0],
         )
+
+    def memory(self) -> tuple[int | None, int | None]:
+        """Bytes used and there are in all."""
+        told = self._ask("nvmlDeviceGetMemoryInfo", self._handle)
+        return (None, None) if told is None else (told.used, told.total)
+
+    def name(self) -> tuple[str | None, str | None]:
+        """The GPU's model and its UUID."""
+        model, uuid = self._ask("nvmlDeviceGetName", self._handle), self._ask("nvmlDeviceGetUUID", self._handle)
+        return _text(model), _text(uuid)
+
+    def remapped_rows(self) -> dict[str, int | bool] | None:
+        """Memory rows that spare ones stand in for; "pending": only after a reset; "failed": no spare was left."""
+        told = self._ask("nvmlDeviceGetRemappedRows", self._handle)
+        if told is None:
+            return None
+        corrected, uncorrected, pending, failed = told
+        return {
+            "corrected": corrected,
+            "uncorrected": uncorrected,
+            "pending": bool(pending),
+            "failed": bool(failed),
+        }
+
+    def watch_xid(self) -> bool:
+        """Begins to collect the driver's error codes for `new_xid`. False where the driver does not tell them."""
+        created = self._ask("nvmlEventSetCreate")
+        kind = getattr(self._nvml, "nvmlEventTypeXidCriticalError", None)
+        if created is None or kind is None:
+            return False
+        try:
+            self._nvml.nvmlDeviceRegisterEvents(self._handle, kind, created)
+        except self._nvml.NVMLError:
+            return False
+        self._events = created
+        return True
+
+    def new_xid(self) -> list[int]:
+        """Codes since the last call, in order; does not wait."""
+        found: list[int] = []
+        while self._events is not None:
+            event = self._ask("nvmlEventSetWait_v2", self._events, 0)
+            if event is None:  # a timeout is an error, too
+                break
+            found.append(int(event.eventData))
+        return found
 
     def energy_j(self) -> float | None:
         """Since the driver was loaded."""
@@ -110,7 +164,7 @@ class Gpu:
         capped = highest is not None and wanted is not None and wanted < highest
         driver = self._ask("nvmlSystemGetDriverVersion")
         return {
-            "driver": driver.decode() if isinstance(driver, bytes) else driver,
+            "driver": _text(driver),
             "power_limit_w": None if limit is None else limit / 1e3,
             "max_clock_mhz": highest,
             "clock_cap_mhz": wanted if capped else None,
@@ -123,6 +177,27 @@ class Gpu:
             return None if function is None else function(*arguments)
         except self._nvml.NVMLError:
             return None
+
+
+def _text(value: Any) -> str | None:
+    """Older versions of the module give bytes."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def list_gpus() -> list[Gpu]:
+    """All GPUs of this machine in the driver's order; none where there is no NVIDIA driver.
+
+    Raises:
+        ValueError: where there is a driver and no way to ask it.
+    """
+    try:
+        first = Gpu()
+    except ValueError:
+        if Path("/proc/driver/nvidia/version").exists() and importlib.util.find_spec("pynvml") is None:
+            raise
+        return []
+    count = first._ask("nvmlDeviceGetCount") or 1
+    return [first, *(Gpu(index=index) for index in range(1, count))]
 
 
 class Sampler:

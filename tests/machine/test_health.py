@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from dwslm.machine.health import Gpu, Sample, Sampler, summarise
+from dwslm.machine.health import Gpu, Sample, Sampler, list_gpus, summarise
 
 
 def samples(n, **more):
@@ -133,3 +133,52 @@ def test_a_newer_modules_name_for_the_clocks_reasons(nvml):
 def test_a_gpu_that_is_not_there_is_one_line(nvml):
     with pytest.raises(ValueError, match="no health samples: Not Found"):
         Gpu("GPU-xyz")
+
+
+def test_names_memory_and_remapped_rows(nvml):
+    nvml.nvmlDeviceGetName = lambda handle: b"NVIDIA H200"
+    nvml.nvmlDeviceGetUUID = lambda handle: "GPU-abc"
+    nvml.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(used=5, total=7)
+    nvml.nvmlDeviceGetRemappedRows = lambda handle: (1, 2, 0, 1)
+    gpu = Gpu()
+    assert gpu.name() == ("NVIDIA H200", "GPU-abc") and gpu.memory() == (5, 7) and gpu.sample().memory_used == 5
+    assert gpu.remapped_rows() == {"corrected": 1, "uncorrected": 2, "pending": False, "failed": True}
+    del nvml.nvmlDeviceGetRemappedRows, nvml.nvmlDeviceGetMemoryInfo
+    assert gpu.remapped_rows() is None and gpu.memory() == (None, None)
+
+
+def test_error_codes_are_given_once_and_not_waited_for(nvml):
+    waiting = [31, 79]
+
+    def wait(events, timeout_ms):
+        assert timeout_ms == 0
+        if not waiting:
+            raise nvml.NVMLError("Timeout")
+        return types.SimpleNamespace(eventData=waiting.pop(0))
+
+    registered = []
+    nvml.nvmlEventTypeXidCriticalError = 8
+    nvml.nvmlEventSetCreate = lambda: "set"
+    nvml.nvmlDeviceRegisterEvents = lambda handle, kind, events: registered.append((handle, kind, events))
+    nvml.nvmlEventSetWait_v2 = wait
+    gpu = Gpu()
+    assert gpu.new_xid() == [] and waiting  # nobody asked for them yet
+    assert gpu.watch_xid() and registered == [("handle", 8, "set")]
+    assert gpu.new_xid() == [31, 79] and gpu.new_xid() == []
+
+    def refused(*arguments):
+        raise nvml.NVMLError("Not Supported")
+
+    nvml.nvmlDeviceRegisterEvents = refused
+    assert Gpu().watch_xid() is False
+
+
+def test_all_gpus_and_none_without_a_driver(nvml):
+    nvml.nvmlDeviceGetCount = lambda: 3
+    assert len(list_gpus()) == 3
+
+    def none():
+        raise nvml.NVMLError("Driver Not Loaded")
+
+    nvml.nvmlInit = none
+    assert list_gpus() == []
