@@ -9,6 +9,8 @@ from typing import Any
 SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """How the numbers that JSON lacks are written. Browsers and other parsers refuse Python's own bare NaN."""
 
+ENCODER = json.JSONEncoder(allow_nan=False)
+
 
 def to_json(value: Any) -> str:
     """`value` as one line of strict JSON, non-finite floats as the strings of `SPELLED`.
@@ -17,9 +19,9 @@ def to_json(value: Any) -> str:
     """
     try:
         try:
-            return json.dumps(value, allow_nan=False)
+            return ENCODER.encode(value)
         except ValueError:  # rare, so that the usual row pays for one pass only
-            return json.dumps(_spell(value), allow_nan=False)
+            return ENCODER.encode(_spell(value))
     except TypeError as error:
         raise ValueError(f"cannot be written as JSON: {error}") from error
 

@@ -22,6 +22,9 @@ from dwslm.runs.reader import FINISHED, last_lifecycle
 FORMAT_VERSION = 1
 NAME_LIMIT = 48  # characters of the name that go into the folder's name; run.json keeps all of it
 
+LOCK_TRIES, LOCK_PAUSE_S = 10, 0.01
+"""How long a lock that is held is asked for: longer than a reader looks at it."""
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -43,6 +46,21 @@ class RunFolder:
         return str(self.record["name"])
 
     @property
+    def test(self) -> str:
+        """The test that it belongs to, "" for none."""
+        return str(self._proxy().get("test") or "")
+
+    @property
+    def arm(self) -> str:
+        """Its arm of that test, "" where it was not named."""
+        return str(self._proxy().get("arm") or "")
+
+    def _proxy(self) -> dict[str, Any]:
+        config = self.record.get("config")
+        proxy = config.get("proxy") if isinstance(config, dict) else None
+        return proxy if isinstance(proxy, dict) else {}
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -59,6 +77,32 @@ class RunFolder:
         """
         return RunLock(self.path / "lock")
 
+    @property
+    def host(self) -> str | None:
+        """Name of the machine that trains it, or did last."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return str(json.loads((self.path / "lock").read_bytes())["host"])
+        hardware = self.record.get("hardware")
+        return hardware.get("host") if isinstance(hardware, dict) else None
+
+    def held(self) -> bool | None:
+        """Whether a process trains it; None where this machine can't tell, because another one does or did last."""
+        if self.host not in (None, socket.gethostname()):
+            return None
+        try:
+            fd = os.open(self.path / "lock", os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for an instant; who wants the run tries longer than that
+            return False
+        except OSError as error:
+            return True if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+        finally:
+            os.close(fd)
+
 
 class RunLock:
     """Exclusive hold on a run, as a context manager or until `release()`."""
@@ -69,7 +113,7 @@ class RunLock:
         except OSError as error:
             raise disk_error(f"cannot open {path}", error) from error
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take()
         except OSError as error:
             holder = os.pread(self._fd, 4096, 0)
             os.close(self._fd)
@@ -80,6 +124,14 @@ class RunLock:
         with contextlib.suppress(OSError):  # a full disk must not stop a run for it
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, to_json({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+
+    def _take(self) -> None:
+        for _ in range(LOCK_TRIES):
+            try:
+                return fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # held, or looked at by `RunFolder.held`
+                time.sleep(LOCK_PAUSE_S)
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def release(self) -> None:
         if self._fd >= 0:

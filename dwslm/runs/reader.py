@@ -5,8 +5,10 @@ A file may grow while it is read; what has no newline yet is not there yet. Keys
 know are passed on.
 """
 
+import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ from dwslm.runs.durable import from_json
 
 Row = dict[str, Any]
 
-LIFECYCLE = ("start", "resume", "paused", "preempted", "failed", "stopped", "done")
+LIFECYCLE = ("queued", "start", "resume", "paused", "preempted", "failed", "stopped", "done")
 """Kinds of event that say where a run stands. `start` and `resume` open an attempt, and `resume` carries
-the `step` of its checkpoint; `preempted` left by a signal to go on later, `stopped` was ended by a person,
-`done` reached its plan."""
+the `step` of its checkpoint; `preempted` left by a signal to go on later, `queued` went back to the queue, `stopped` was
+ended by a person, `done` reached its plan."""
+
+METRICS, TRAINER_EVENTS = r"metrics-(\d+)\.jsonl", r"events-trainer-(\d+)\.jsonl"
+BLOCK = 1 << 16
 
 FINISHED = ("stopped", "done")
 """After these a run is over on purpose. A failed one is not: it is work that waits."""
@@ -32,18 +37,63 @@ def read_rows(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
     rows, damaged = [], 0
     lines = Path(path).read_bytes().split(b"\n")
     for line in lines[:-1]:
-        line = line.strip(b"\0")  # a power cut may leave zeros where a row was promised
-        if not line:
+        if not line.strip(b"\0"):
             continue
-        try:
-            row = from_json(line.decode("utf-8"))
-        except ValueError:
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
+        row = parse(line)
+        if row is None:
             damaged += 1
+        else:
+            rows.append(row)
     return rows, damaged
+
+
+def parse(line: bytes) -> Row | None:
+    """The row that a whole line holds; None where it is empty or damaged."""
+    try:
+        row = from_json(line.strip(b"\0").decode("utf-8"))  # a power cut may leave zeros where a row was promised
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def last_metrics(run: str | os.PathLike[str], count: int) -> list[Row]:
+    """The last `count` of `metrics(run)`, read from the ends of the files: what a list of many runs can afford."""
+    resumed, paths = resume_steps(run), dict(files(run, METRICS))
+    kept: list[Row] = []
+    below = math.inf  # a row stands if all that was written after it is of later steps
+    for attempt in sorted(paths.keys() | resumed.keys(), reverse=True):
+        for line in lines_backwards(paths[attempt]) if attempt in paths else ():
+            row = parse(line)
+            if row is None or not _at_step(row) or row["step"] >= below:
+                continue
+            kept.append({**row, "attempt": attempt})
+            below = row["step"]
+            if len(kept) == count:
+                return kept[::-1]
+        below = min(below, resumed.get(attempt, math.inf) + 1)
+    return kept[::-1]
+
+
+def lines_backwards(path: str | os.PathLike[str]) -> Iterator[bytes]:
+    """The lines of a file from the last to the first, without newlines; a last one that has none yet is left out."""
+    with open(path, "rb") as file:
+        at = file.seek(0, os.SEEK_END)
+        rest: bytes | None = None  # the end of a line whose beginning lies further ahead
+        while at > 0:
+            size = min(BLOCK, at)
+            at -= size
+            file.seek(at)
+            parts = file.read(size).split(b"\n")
+            if rest is None:
+                if len(parts) == 1:
+                    continue
+                parts.pop()
+                rest = b""
+            parts[-1] += rest
+            yield from reversed(parts[1:])
+            rest = parts[0]
+        if rest is not None:
+            yield rest
 
 
 def metrics(run: str | os.PathLike[str], *, superseded: bool = False) -> list[Row]:
@@ -55,9 +105,9 @@ def metrics(run: str | os.PathLike[str], *, superseded: bool = False) -> list[Ro
     row is returned in the order written, and says under the key `superseded` which it is.
     """
     rows: list[Row] = []
-    for attempt, path in _files(run, r"metrics-(\d+)\.jsonl"):
+    for attempt, path in files(run, METRICS):
         rows += [{**row, "attempt": attempt} for row in read_rows(path)[0] if _at_step(row)]
-    return _overlay(rows, _resume_steps(run), several_a_step=False, all_rows=superseded)
+    return _overlay(rows, resume_steps(run), several_a_step=False, all_rows=superseded)
 
 
 def evals(run: str | os.PathLike[str], *, superseded: bool = False) -> list[Row]:
@@ -71,7 +121,7 @@ def evals(run: str | os.PathLike[str], *, superseded: bool = False) -> list[Row]
         writer = path.stem.removeprefix("evals-")
         own = [{**row, "writer": writer} for row in read_rows(path)[0] if _at_step(row)]
         if writer == "trainer":
-            own = _overlay(own, _resume_steps(run), several_a_step=True, all_rows=superseded)
+            own = _overlay(own, resume_steps(run), several_a_step=True, all_rows=superseded)
         elif superseded:
             own = [{**row, "superseded": False} for row in own]
         rows += own
@@ -106,23 +156,24 @@ def last_lifecycle(run: str | os.PathLike[str]) -> Row | None:
     return next((row for row in reversed(events(run)) if row["event"] in LIFECYCLE), None)
 
 
-def _files(run: str | os.PathLike[str], pattern: str) -> list[tuple[int, Path]]:
+def files(run: str | os.PathLike[str], pattern: str) -> list[tuple[int, Path]]:
+    """Attempt and path of the files whose name fits `METRICS` or `TRAINER_EVENTS`, in the order of attempts."""
     found = [(re.fullmatch(pattern, path.name), path) for path in Path(run).iterdir()]
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
-def _at_step(row: Row) -> bool:
-    return isinstance(row.get("step"), int) and isinstance(row.get("attempt"), int)
-
-
-def _resume_steps(run: str | os.PathLike[str]) -> dict[int, int]:
+def resume_steps(run: str | os.PathLike[str]) -> dict[int, int]:
     """Attempt -> step of the checkpoint that it began from, for attempts that said so."""
     steps: dict[int, int] = {}
-    for attempt, path in _files(run, r"events-trainer-(\d+)\.jsonl"):
+    for attempt, path in files(run, TRAINER_EVENTS):
         for row in read_rows(path)[0]:
             if row.get("event") == "resume" and isinstance(row.get("step"), int):
                 steps.setdefault(attempt, row["step"])
     return steps
+
+
+def _at_step(row: Row) -> bool:
+    return isinstance(row.get("step"), int) and isinstance(row.get("attempt"), int)
 
 
 def _overlay(rows: list[Row], resumed: dict[int, int], *, several_a_step: bool, all_rows: bool) -> list[Row]:

@@ -1,21 +1,25 @@
 """Rows of a run: appended, one line and one write each, so that a kill tears nothing and readers may look on.
 
-A row is in the kernel when its call returns, which outlives this process however it ends. A power cut is
-outlived by every event, and by metrics and evals up to the last sync, which rows cause every 30 seconds.
+A row is handed to a thread, which has it in the kernel within a tenth of a second; there it outlives this process however it
+ends. An event is on disk when its call returns, and with it all rows before it, power cut or not; so are they after `flush`. The
+rest is synced every 30 seconds. A row that the disk refuses is kept and tried again.
 """
 
+import contextlib
 import os
 import re
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dwslm.runs.durable import disk_error, sync, to_json
+from dwslm.runs.durable import to_json
+from dwslm.runs.spool import Lines, Spool
 
 SCHEMA = 1
-SYNC_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class RunWriter:
     metrics. A metrics file is made by its first row, so a writer that has none leaves none.
 
     Every row carries `schema`, `attempt`, `step`, `tokens`, `time` (wall) and `mono`, both in seconds.
-    Non-finite numbers are written as the strings "NaN", "Infinity" and "-Infinity".
+    Non-finite numbers are written as the strings "NaN", "Infinity" and "-Infinity". Threads may share a writer.
     """
 
     def __init__(
@@ -49,107 +53,94 @@ class RunWriter:
         if not re.fullmatch(r"[A-Za-z0-9._]+(-[A-Za-z0-9._]+)*", writer):
             raise ValueError(f"writer name {writer!r}: letters, digits, dot, dash and underscore only")
         self.folder = Path(folder)
-        self.attempt = attempt
+        self.writer = writer
         self._clock = clock or Clock()
         self._step: int | None = None
         self._tokens: int | None = None
+        self._lock = threading.RLock()
+        self._spool = Spool(self._clock.mono)
+        # A program that ends without `close` leaves its rows on disk all the same.
+        weakref.finalize(self, _close_quietly, self._spool)
+        self._open(attempt)
+
+    def _open(self, attempt: int) -> None:
+        writer, self.attempt = self.writer, attempt
         # The events file is made at once: it marks the attempt as taken, and O_EXCL refuses a second taker.
-        self._events = _Lines(self.folder / f"events-{writer}-{attempt}.jsonl", self._clock, new=True)
-        self._metrics = _Lines(self.folder / f"metrics-{attempt}.jsonl", self._clock, new=True, lazy=True)
-        self._evals = _Lines(self.folder / f"evals-{writer}.jsonl", self._clock, new=False, lazy=True)
+        self._events = Lines(self.folder / f"events-{writer}-{attempt}.jsonl", new=True)
+        self._metrics = Lines(self.folder / f"metrics-{attempt}.jsonl", new=True)
+        self._evals = Lines(self.folder / f"evals-{writer}.jsonl", new=False)
+        self._events.open()
 
     def metrics(self, row: dict[str, Any]) -> None:
         """One report of a training step; `row` holds at least `step` and `tokens`, counted after it.
 
-        Raises OSError, one line with the file's name, where the disk refuses the row.
+        Returns at once. Raises OSError, one line with the file's name, where the file cannot be made or the disk has refused so
+        long that no more rows can wait; ValueError for what is no plain data.
         """
-        self._step, self._tokens = int(row["step"]), int(row["tokens"])
-        self._metrics.append(self._stamp(row))
+        with self._lock:
+            self._step, self._tokens = int(row["step"]), int(row["tokens"])
+            self._put(self._metrics, row)
 
     def event(self, kind: str, /, **fields: Any) -> None:
-        """Something that happened, on disk when this returns; step and tokens are the last known or given."""
-        self._step = fields.get("step", self._step)
-        self._tokens = fields.get("tokens", self._tokens)
-        self._events.append(self._stamp({"event": kind, **fields}), sync=True)
+        """Something that happened, on disk when this returns; step and tokens are the last known or given.
+
+        Raises OSError, one line with the file's name, where the disk refuses. The event is kept all the same, and tried again.
+        """
+        with self._lock:
+            self._step = fields.get("step", self._step)
+            self._tokens = fields.get("tokens", self._tokens)
+            self._put(self._events, {"event": kind, **fields})
+        self._spool.flush()
 
     def evals(self, row: dict[str, Any]) -> None:
         """One slice of an evaluation; `row` holds at least `step` and `tokens`, those of what was scored."""
-        self._evals.append(self._stamp({"step": int(row["step"]), "tokens": int(row["tokens"])} | row))
+        with self._lock:
+            self._put(self._evals, {"step": int(row["step"]), "tokens": int(row["tokens"])} | row)
+
+    def flush(self) -> None:
+        """Returns once all rows so far are on disk: what depends on them may be written then.
+
+        Raises OSError, one line with the file's name, where the disk refuses.
+        """
+        self._spool.flush()
+
+    def next_attempt(self, attempt: int) -> None:
+        """Goes on as another attempt, in files of its own: the run went back to a checkpoint without a new process."""
+        with self._lock:
+            self.close()
+            self._open(attempt)
 
     def close(self) -> None:
-        for lines in (self._metrics, self._evals, self._events):
-            lines.close()
+        """Flushes. Raises OSError where the disk refuses what was still waiting."""
+        with self._lock:
+            try:
+                self._spool.close()
+            finally:
+                for lines in (self._metrics, self._evals, self._events):
+                    lines.close()
 
     def __enter__(self) -> "RunWriter":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # An error that is on its way says more than that its last rows could not be written.
+        if kind is None:
+            self.close()
+        else:
+            with contextlib.suppress(OSError):
+                self.close()
 
-    def _stamp(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _put(self, lines: Lines, row: dict[str, Any]) -> None:
         head = {"schema": SCHEMA, "attempt": self.attempt, "step": self._step, "tokens": self._tokens}
-        return head | {"time": self._clock.wall(), "mono": self._clock.mono()} | row
-
-
-class _Lines:
-    """One append-only file of JSON lines."""
-
-    def __init__(self, path: Path, clock: Clock, *, new: bool, lazy: bool = False) -> None:
-        self.path = path
-        self._clock = clock
-        self._new = new
-        self._fd = -1
-        self._synced = clock.mono()
-        self._unsynced = False
-        self._torn = False  # the file ends in a part of a line
-        if not lazy:
-            self._open()
-
-    def _open(self) -> None:
+        stamped = head | {"time": self._clock.wall(), "mono": self._clock.mono()} | row
         try:
-            exclusive = os.O_EXCL if self._new else 0
-            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | exclusive, 0o644)
-            size = os.fstat(self._fd).st_size
-            self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
-            sync(self.path.parent)
-        except FileExistsError as error:
-            raise ValueError(f"{self.path} is already there: this attempt was started before") from error
-        except OSError as error:
-            raise disk_error(f"cannot create {self.path}", error) from error
-
-    def append(self, row: dict[str, Any], *, sync: bool = False) -> None:
-        try:
-            line = to_json(row).encode() + b"\n"
+            line = to_json(stamped).encode() + b"\n"
         except ValueError as error:
-            raise ValueError(f"row for {self.path.name} {error}") from error
-        if self._fd < 0:
-            self._open()
-        if self._torn:  # left by a crash or a full disk: start a line of our own, readers drop the part
-            line = b"\n" + line
-        try:
-            rest = memoryview(line)
-            while rest:  # a second turn only where the disk took a part
-                rest = rest[os.write(self._fd, rest) :]
-                self._torn = bool(rest)
-        except OSError as error:
-            raise disk_error(f"cannot append a row to {self.path}", error) from error
-        self._unsynced = True
-        if sync or self._clock.mono() - self._synced >= SYNC_SECONDS:
-            self._sync()
+            raise ValueError(f"row for {lines.path.name} {error}") from error
+        lines.open()
+        self._spool.put(lines, line)
 
-    def _sync(self) -> None:
-        try:
-            os.fdatasync(self._fd)
-        except OSError as error:
-            raise disk_error(f"cannot sync {self.path}", error) from error
-        self._synced = self._clock.mono()
-        self._unsynced = False
 
-    def close(self) -> None:
-        if self._fd >= 0:
-            try:
-                if self._unsynced:
-                    self._sync()
-            finally:
-                os.close(self._fd)
-                self._fd = -1
+def _close_quietly(spool: Spool) -> None:
+    with contextlib.suppress(OSError):
+        spool.close()

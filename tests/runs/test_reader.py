@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dwslm.runs.reader import evals, events, last_lifecycle, metrics, read_rows
+from dwslm.runs import reader
+from dwslm.runs.reader import evals, events, last_lifecycle, last_metrics, metrics, read_rows
 from dwslm.runs.writer import Clock, RunWriter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +90,7 @@ def test_attempts_are_numbers_and_three_may_overlap(tmp_path: Path) -> None:
 def test_going_back_within_an_attempt_and_duplicates(tmp_path: Path) -> None:
     attempt(tmp_path, 1, [1, 2, 3, 4, 2, 3, 3])
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3]
+    assert [row["step"] for row in last_metrics(tmp_path, 2)] == [2, 3]
     flags = [row["superseded"] for row in metrics(tmp_path, superseded=True)]
     assert flags == [False, True, True, True, False, True, False]
 
@@ -106,6 +108,8 @@ def test_merged_rows_are_those_of_the_weights(tmp_path_factory: pytest.TempPathF
         truth = {step: loss for step, loss in truth.items() if step <= resumed}
         truth |= {step: float(number) for step in steps}
     assert curve(folder) == sorted(truth.items())
+    for count in (1, 3, 20):
+        assert last_metrics(folder, count) == metrics(folder)[-count:]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +135,23 @@ def test_damage_in_the_middle_is_counted(tmp_path: Path) -> None:
     assert metrics(tmp_path)[0]["future"] == {"a": [1]}  # unknown keys are passed on
 
 
+@given(
+    st.binary(max_size=40),
+    st.lists(st.sampled_from([b"", b"a", b"bc" * 20, b"\0", b"{}"]), max_size=12),
+    st.integers(1, 30),
+)
+@settings(max_examples=100)
+def test_lines_backwards_are_the_lines(
+    tmp_path_factory: pytest.TempPathFactory, tail: bytes, parts: list[bytes], block: int
+) -> None:
+    path = tmp_path_factory.mktemp("rows") / "rows"
+    path.write_bytes(b"".join(part + b"\n" for part in parts) + tail)
+    whole = path.read_bytes().split(b"\n")[:-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "BLOCK", block)
+        assert list(reader.lines_backwards(path)) == whole[::-1]
+
+
 def test_rows_that_are_no_metric_rows_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics-1.jsonl").write_text('{"attempt": 1, "step": "x"}\n{"loss": 1}\n{"attempt": 1, "step": 1}\n')
     assert [row["step"] for row in metrics(tmp_path)] == [1]
@@ -147,6 +168,7 @@ def test_every_cut_of_a_file_gives_whole_rows(tmp_path: Path) -> None:
         path.write_bytes(whole[:cut])
         steps = [row["step"] for row in metrics(tmp_path)]
         assert steps == [1, 2, 3][: whole[:cut].count(b"\n")]
+        assert [row["step"] for row in last_metrics(tmp_path, 2)] == steps[-2:]
 
 
 def test_non_finite_numbers_survive(tmp_path: Path) -> None:
@@ -227,11 +249,13 @@ writer.event("resume", step=step, tokens=step)
 while True:
     step += 1
     writer.metrics({"step": step, "tokens": step, "loss": 1 / step, "pad": "x" * (step % 7 * 5000)})
-    print(step, flush=True)
+    if step % 5 == 0:
+        writer.flush()
+        print(step, flush=True)
 """
 
 
-def test_kill_nine_at_random_instants_loses_no_acknowledged_row(tmp_path: Path) -> None:
+def test_kill_nine_at_random_instants_loses_no_row_that_was_flushed(tmp_path: Path) -> None:
     rng = random.Random(0)
     step = 0
     for number in range(1, 6):
