@@ -128,6 +128,11 @@ def _figure(figure: Figure, number: int, table: int, source: str) -> str:
 
 
 def _table(table: Table, number: int, source: str) -> str:
+    return table_figure(table, f"table-{number}", f"Table {number}. {table.title}", source)
+
+
+def table_figure(table: Table, anchor: str, caption: str, source: str = "") -> str:
+    """A table with its caption above and its sentences below. `anchor` is the id of the caption, unique on the page."""
     numeric = [table.is_numeric(i) for i in range(len(table.columns))]
     classes = [' class="num"' if is_number else "" for is_number in numeric]
     # A column of sentences gets room before the table starts to scroll.
@@ -141,16 +146,17 @@ def _table(table: Table, number: int, source: str) -> str:
     body = "\n".join(f"<tr>{''.join(_row(row, classes, labels))}</tr>" for row in table.rows)
     kinds = [name for name, given in (("stacked", stacked), ("facts", len(table.columns) == 2)) if given]
     css = f' class="{" ".join(kinds)}"' if kinds else ""
-    label = f'aria-labelledby="table-{number}"'
+    label = f'aria-labelledby="{escape(anchor)}"'
     return (
-        f'<figure class="table">\n<figcaption id="table-{number}">Table {number}. {escape(table.title)}</figcaption>\n'
+        f'<figure class="table">\n<figcaption id="{escape(anchor)}">{escape(caption)}</figcaption>\n'
         # Focusable, so that the keyboard can scroll what is wider than the screen.
         + f'<div class="scroll" tabindex="0" role="region" {label}>'
         + f"<table{css} {label}>\n"
         + f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>\n"
         + "\n".join(f'<p class="verdict">{escape(sentence)}</p>' for sentence in table.verdicts)
         + (f'<p class="note">{escape(table.note)}</p>' if table.note else "")
-        + f'<p class="source">{escape(source)}</p>\n</figure>'
+        + (f'<p class="source">{escape(source)}</p>' if source else "")
+        + "\n</figure>"
     )
 
 
