@@ -1,10 +1,11 @@
 # make demo         prepare the sample, train a small model, stop and resume it, score it
 # make test         every test that this machine can run
 # make lint         ruff and mypy
+# make faults       put 200 faults into small runs and write what was lost to docs/results/faults.md
 # make wheelhouse   the wheels that a GPU node without network needs
 # make clean        remove the environment and what tools left behind
 #
-# Each of the first four first makes .venv, or brings it up to date with pyproject.toml.
+# Each of the first five first makes .venv, or brings it up to date with pyproject.toml.
 #
 #   PYTHON=...         interpreter for .venv: Python 3.11 or 3.12; found by itself
 #   TORCH_VERSION=...  release of torch for a new .venv
@@ -20,7 +21,7 @@ FETCH_TORCH := $(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 # An environment whose interpreter has moved away is none; gone before make looks at the stamps in it.
 $(shell [ ! -e $(VENV) ] || $(VENV)/bin/python -c '' 2>/dev/null || rm -rf $(VENV))
 
-.PHONY: demo test lint wheelhouse clean
+.PHONY: demo test lint faults wheelhouse clean
 
 demo: $(VENV)/.installed
 	@$(VENV)/bin/dwslm demo
@@ -32,6 +33,9 @@ lint: $(VENV)/.installed
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+
+faults: $(VENV)/.installed
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.faults.matrix --out docs/results/faults.md
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,19 +17,25 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dwslm.data.mixture import MixtureSettings
-from dwslm.data.packing import PackingSettings
+from dwslm.data.mixture import MixtureSettings, Past
+from dwslm.data.packing_settings import PackingSettings
+from dwslm.data.stochastok import StochasTokSettings
 from dwslm.evaluate.bits_per_byte import EvalSettings
+from dwslm.evaluate.spelling import SpellingSettings
 from dwslm.model.lm import ModelSettings
 from dwslm.model.rotary import RopeSettings
 from dwslm.optim.settings import OptimSettings
+from dwslm.runs.queue_pairs import ProxySettings
+from dwslm.runs.track import TrackSettings
 from dwslm.train.checkpoint import CheckpointSettings
+from dwslm.train.guard import GuardSettings
 from dwslm.train.settings import TrainSettings
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 SAMPLE_DATA = "data/sample"
 
-DICTIONARIES = ("data.mixture.weights",)  # settings whose keys are the user's own
+# Settings whose keys are the user's own.
+DICTIONARIES = ("data.mixture.weights", "data.mixture.max_epochs", "data.mixture.rephrased")
 
 # What Hydra and OmegaConf raise for a command line that does not fit; `explain` makes one line of it.
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException)
@@ -46,8 +52,17 @@ RESUMABLE = (
     "train.prefetch",
     "train.device",
     "checkpoint.",
+    "guard.sigma",
+    "guard.off_for",
+    "guard.max_skips",
+    "guard.stretch",
+    "guard.max_rollbacks",
     "evaluate.",
+    "track.",
 )
+
+# What a branch may change: which text comes next, and what the new run is called.
+BRANCHABLE = ("name", "runs_dir", "data.mixture.")
 
 
 @dataclass
@@ -62,6 +77,10 @@ class DataSettings:
     """Shares of the sources, and how they change in the course of the run."""
     packing: PackingSettings = field(default_factory=PackingSettings)
     """How rows are filled."""
+    stochastok: StochasTokSettings = field(default_factory=StochasTokSettings)
+    """Tokens split at random in training text."""
+    past: list[Past] = field(default_factory=list)
+    """Mixtures that a branch's beginning was trained with. `branch=` fills this in."""
 
 
 @dataclass
@@ -76,6 +95,9 @@ class RunConfig:
     """Run to go on with: its folder, name or id, or "auto" for the newest unfinished one."""
     init_from: str | None = None
     """Checkpoint whose weights alone start a new run: RUN (its newest), RUN@best, RUN@STEP, or a checkpoint's folder."""
+    branch: str | None = None
+    """Checkpoint of a run to go on from in a new run with another mixture: RUN@75% (pinned there), RUN@STEP. Optimizer,
+    position and schedule go on; only `data.mixture`, `name` and `runs_dir` may differ."""
     dry_run: bool = False
     """Build everything, print sizes, routing, rates and memory, run one step, and leave nothing behind."""
     data: DataSettings = field(default_factory=DataSettings)
@@ -88,8 +110,14 @@ class RunConfig:
     """Training loop."""
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     """Saving."""
+    guard: GuardSettings = field(default_factory=GuardSettings)
+    """Steps that are left out."""
     evaluate: EvalSettings = field(default_factory=EvalSettings)
     """Scoring."""
+    track: TrackSettings = field(default_factory=TrackSettings)
+    """Trackers."""
+    proxy: ProxySettings = field(default_factory=ProxySettings)
+    """Place in a test."""
 
 
 @dataclass
@@ -110,6 +138,10 @@ class ScoreConfig:
     """YaRN's factor for the bands; null for the last band over the trained context."""
     baselines: bool = False
     """Also print what an order-0 byte model and xz -9 need for the same text."""
+    spelling: bool = False
+    """Score the spelling, counting and arithmetic tests as well."""
+    spelling_tests: SpellingSettings = field(default_factory=SpellingSettings)
+    """Which questions the spelling tests ask."""
     device: str = "auto"
     """As `train.device`."""
     evaluate: EvalSettings = field(default_factory=EvalSettings)
@@ -174,7 +206,7 @@ def from_plain(plain: dict[str, Any]) -> RunConfig:
 
 def config_hash(config: RunConfig) -> str:
     """sha256 of the configuration, without what only says where things lie."""
-    plain = {k: v for k, v in to_plain(config).items() if k not in ("runs_dir", "resume", "dry_run")}
+    plain = {k: v for k, v in to_plain(config).items() if k not in ("runs_dir", "resume", "dry_run", "proxy", "track")}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
@@ -194,6 +226,51 @@ def resume_config(
     Raises:
         ValueError: for an override that would change anything else, with both values.
     """
+    changed, refused = _changes(stored, given, overrides, RESUMABLE)
+    if refused:
+        raise ValueError(
+            f"a resume may not change {'; '.join(refused)}. Leave it out, or start a new run with init_from="
+        )
+    config = from_plain(unflatten(flatten(stored) | changed))
+    before = stored["train"]["tokens"]
+    if config.train.tokens < before:
+        raise ValueError(
+            f"a resume may lengthen the plan, not shorten it: train.tokens is {before}, not {config.train.tokens}"
+        )
+    return config, changed
+
+
+def branch_config(
+    stored: dict[str, Any], given: dict[str, Any], overrides: Sequence[str], row: int, checkpoint: Path
+) -> tuple[RunConfig, dict[str, Any]]:
+    """The configuration of a run that goes on from another's checkpoint with another mixture.
+
+    Args:
+        stored, given, overrides: as for `resume_config`.
+        row: position of the checkpoint: the stored mixture holds until there, the new one from there on.
+        checkpoint: its folder.
+
+    Returns:
+        The configuration, and what was changed in it as {setting: new value}.
+
+    Raises:
+        ValueError: for an override that would change anything but the mixture and names, with both values.
+    """
+    changed, refused = _changes(stored, given, overrides, BRANCHABLE)
+    if refused:
+        allowed = ", ".join(name.rstrip(".") for name in BRANCHABLE)
+        raise ValueError(
+            f"a branch may change {allowed} alone, but {'; '.join(refused)}. Leave it out, or start a new run with init_from="
+        )
+    config = from_plain(unflatten(flatten(stored) | changed))
+    config.data.past.append(Past(row, from_plain(stored).data.mixture))
+    return dataclasses.replace(config, branch=str(checkpoint), resume=None, init_from=None), changed
+
+
+def _changes(
+    stored: dict[str, Any], given: dict[str, Any], overrides: Sequence[str], allowed: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """What the command line would change, as {setting: new value} and, where that is not allowed, as words."""
     mine, asked = flatten(stored), flatten(given)
     names = [override.split("=", 1)[0].lstrip("+~") for override in overrides]
     grouped = any(name not in asked and not any(key.startswith(f"{name}.") for key in asked) for name in names)
@@ -201,23 +278,13 @@ def resume_config(
     refused = []
     for key, value in asked.items():
         named = grouped or any(key == name or key.startswith(f"{name}.") for name in names)
-        if key in ("resume", "dry_run", "init_from") or not named or mine.get(key) == value:
+        if key in ("resume", "dry_run", "init_from", "branch") or not named or mine.get(key) == value:
             continue
-        if any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in RESUMABLE):
+        if any(key == may or (may.endswith(".") and key.startswith(may)) for may in allowed):
             changed[key] = value
         else:
             refused.append(f"{key} is {mine.get(key)!r} there and {value!r} here")
-    if refused:
-        raise ValueError(
-            f"a resume may not change {'; '.join(refused)}. Leave it out, or start a new run with init_from="
-        )
-    config = from_plain(unflatten(mine | changed))
-    before = mine["train.tokens"]
-    if config.train.tokens < before:
-        raise ValueError(
-            f"a resume may lengthen the plan, not shorten it: train.tokens is {before}, not {config.train.tokens}"
-        )
-    return config, changed
+    return changed, refused
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -273,6 +340,7 @@ __all__ = [
     "RopeSettings",
     "RunConfig",
     "ScoreConfig",
+    "branch_config",
     "config_hash",
     "explain",
     "from_plain",

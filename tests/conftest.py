@@ -1,6 +1,5 @@
 """What every test shares: one thread, fixed seeds, and GPU cases that skip by themselves."""
 
-import json
 import random
 from pathlib import Path
 
@@ -9,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dwslm.data.prepare import prepare
-from dwslm.data.prepare_settings import PrepareSettings
+from tests.tiny_data import make_tiny_data
 
 # One thread: sums come out in the same order on every machine, and small tensors are quicker.
 torch.set_num_threads(1)
@@ -42,16 +40,4 @@ def seed() -> int:
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared dataset of made-up text, two sources and two languages, with a vocabulary of 384 entries."""
-    folder = tmp_path_factory.mktemp("tiny-data")
-    draw = random.Random(0)
-    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyzäöß", k=draw.randint(2, 8))) for _ in range(200)]
-    for split, documents in (("train", 240), ("valid", 24)):
-        with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
-            for i in range(documents):
-                text = " ".join(draw.choices(words, k=draw.choice([3, 20, 60, 200])))
-                source, language = ("notes", "books")[i % 2], ("en", "de")[i // 2 % 2]
-                row = {"id": f"{split}-{i}", "text": text, "source": source, "language": language}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    files = {split: [str(folder / f"{split}.jsonl")] for split in ("train", "valid")}
-    prepare(PrepareSettings(out=str(folder / "data"), vocab_size=384, **files))
-    return folder / "data"
+    return make_tiny_data(tmp_path_factory.mktemp("tiny-data"))

@@ -39,7 +39,7 @@ def refused(*overrides: str) -> str:
     raise AssertionError("not refused")
 
 
-@pytest.mark.parametrize("experiment", ["demo", "proxy_8l", "main"])
+@pytest.mark.parametrize("experiment", ["demo", "proxy_8l", "main", "main_ladder", "main_anneal"])
 def test_every_experiment_composes_and_survives_json(experiment):
     config = composed(f"experiment={experiment}")
     assert from_plain(to_plain(config)) == config
@@ -59,6 +59,19 @@ def test_the_rate_of_23b_tokens_prints_as_the_published_one_at_both_depths(layer
     config = composed("experiment=main", f"model.layers={layers}")
     plan = make_plan(config.train, config.optim, config.checkpoint, config.data.packing.context)
     assert rate(plan.lr) == "3.7e-3"
+
+
+def test_the_ladder_of_the_example_comes_out_in_whole_steps_and_rows():
+    config = composed("experiment=main_ladder")
+    packing = config.data.packing
+    plan = make_plan(config.train, config.optim, config.checkpoint, packing.context, None, packing.ladder)
+    assert [context for _, context in plan.rungs] == [
+        512,
+        4096,
+        32768,
+    ] and plan.context == packing.last_context == 32768
+    assert [step for step, _ in plan.rungs] == [0, 8774, 39483]  # a fifth, and nine tenths, of 43,870 steps, rounded up
+    assert (plan.steps, plan.micro_batch_tokens // 32768) == (43_870, 2)
 
 
 def test_the_proxy_sits_where_the_law_begins():

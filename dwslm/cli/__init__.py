@@ -9,14 +9,14 @@ from dwslm.cli.errors import one_line_errors
 
 def main() -> None:
     """Parses the command line and calls the sub-command."""
-    from dwslm.cli import bench, demo, prepare, settings
+    from dwslm.cli import bench, cache, data, demo, page, preflight, prepare, queue, results, run, runs, settings
 
     parser = argparse.ArgumentParser(
         prog="dwslm", description="Pretrain a hybrid language model and score it by slice."
     )
     parser.add_argument("--version", action="version", version=f"dwslm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (prepare, demo, bench, settings):
+    for module in (prepare, data, demo, preflight, run, runs, results, queue, bench, page, cache, settings):
         module.add_parser(commands)
     arguments = parser.parse_args(sys.argv[1:])
     with one_line_errors():

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dwslm.cli.errors import make_console
+from dwslm.cli.page import PORT
 from dwslm.cli.prepare import prepare_sample
 from dwslm.runs.folder import RunFolder, open_run
 from dwslm.runs.reader import metrics
@@ -47,6 +48,19 @@ def run(arguments: argparse.Namespace) -> None:
     heading("4. Score it on held-out text")
     check(["eval.py", f"checkpoint={name}", "baselines=true"])
     heading("done")
+    console.print(Text("\n".join(how_to_look(name, Path.cwd()))))
+
+
+def how_to_look(name: str, here: Path) -> list[str]:
+    """The page of the run, live and as files; `here` is the folder that the reader is in."""
+    dwslm = Path(sys.executable).with_name("dwslm")
+    command = dwslm.relative_to(here) if dwslm.is_relative_to(here) else dwslm
+    runs = "" if here == REPOSITORY else f" --runs {REPOSITORY / 'runs'}"
+    return [
+        f"See it:     {command} page serve{runs}",
+        f"then open   http://127.0.0.1:{PORT}/#run={name}",
+        f"As files:   {command} page export{runs} --out page",
+    ]
 
 
 def check(command: list[str]) -> None:

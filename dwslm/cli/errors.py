@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dwslm.config import CONFIG_ERRORS, explain
+from dwslm.train.signals import EXIT_CODE, Preempted
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -25,13 +26,15 @@ def make_console() -> Console:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Leaves with code 1 and one line for what a user can put right.
+    """Leaves with code 1 and one line for what a user can put right, with 75 where a signal asked a run to leave.
 
     That is what our own code raises as ValueError, OSError or FloatingPointError, and what Hydra says of a command line. The
     same kinds of error raised inside a library are faults of ours, and show where they come from.
     """
     try:
         yield
+    except Preempted:
+        sys.exit(EXIT_CODE)
     except KeyboardInterrupt:
         sys.exit(130)
     except CONFIG_ERRORS as error:

@@ -13,7 +13,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def find_checkpoint(which: str, runs_dir: str) -> tuple[Checkpoint, RunFolder | None, list[tuple[Path, str]]]:
-    """The checkpoint meant by RUN (its newest good one), RUN@best, RUN@STEP, or a checkpoint's folder.
+    """The checkpoint meant by RUN (its newest good one), RUN@best, RUN@STEP, RUN@75% (pinned there), or a checkpoint's
+    folder.
 
     Returns:
         The checkpoint, its run if it lies in one, and newer checkpoints that were passed over, with the reasons.
@@ -33,8 +34,10 @@ def find_checkpoint(which: str, runs_dir: str) -> tuple[Checkpoint, RunFolder | 
         if newest is None:
             raise ValueError(f"run {folder.path} has no checkpoint yet")
         return newest, folder, passed_over
-    if at == "best":
-        steps = [step for step, reasons in checkpoints.pins(folder.checkpoints).items() if "best" in reasons]
+    percent = at.removesuffix("%")
+    if at == "best" or percent != at:
+        pin = at if at == "best" else f"at-{percent}-percent"
+        steps = [step for step, reasons in checkpoints.pins(folder.checkpoints).items() if pin in reasons]
     else:
         steps = [int(at)] if at.isdigit() else []
     here = {found.step: found for found in checkpoints.find(folder.checkpoints)}
@@ -43,7 +46,7 @@ def find_checkpoint(which: str, runs_dir: str) -> tuple[Checkpoint, RunFolder | 
             here[step].verify()
             return here[step], folder, []
     raise ValueError(
-        f"{which!r}: after @ comes `best` or a step; run {folder.path.name} has checkpoints of steps "
+        f"{which!r}: after @ comes `best`, a step, or the percentage of a pin; run {folder.path.name} has checkpoints of steps "
         f"{', '.join(map(str, sorted(here))) or 'none'}"
     )
 

@@ -5,6 +5,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,10 +15,14 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from dwslm.cli import child
+from dwslm.cli.branch import open_branch
 from dwslm.cli.errors import make_console
 from dwslm.cli.find import commit, find_checkpoint, open_split
+from dwslm.cli.plan_data import describe_plan, open_stream, show_plan, show_warnings
 from dwslm.cli.prepare import prepare_sample
 from dwslm.config import SAMPLE_DATA, RunConfig, config_hash, resume_config, to_plain
+from dwslm.data.held_out import check_held_out
 from dwslm.data.packing import RowStream
 from dwslm.data.shards import Dataset
 from dwslm.model.lm import DTYPES, LanguageModel, ModelSettings
@@ -25,6 +30,7 @@ from dwslm.ops import attention, delta_rule, depth_mix, loss_head, short_conv
 from dwslm.optim.optimizer import Optimizer
 from dwslm.optim.schedule import learning_rate
 from dwslm.runs.folder import RunFolder, create_run, open_run
+from dwslm.runs.track import Trackers
 from dwslm.runs.writer import RunWriter
 from dwslm.train import checkpoint as checkpoints
 from dwslm.train.checkpoint import Checkpoint
@@ -32,7 +38,8 @@ from dwslm.train.device import choose_device, device_name, set_numerics
 from dwslm.train.dry_run import dry_run
 from dwslm.train.loop import Position, Trainer, load_checkpoint, load_weights
 from dwslm.train.plan import Plan, make_plan
-from dwslm.train.report import data_table, facts, plan_table, rate, routing_table, size_table
+from dwslm.train.report import facts, plan_table, rate, routing_table, size_table
+from dwslm.train.signals import Preempted, Signals
 
 PACKAGES = ("dwslm", "torch", "triton", "numpy", "safetensors", "tokenizers", "hydra-core", "fla-core", "flash-attn",
             "nvidia-cudnn-frontend", "transformer-engine")  # fmt: skip
@@ -62,35 +69,55 @@ def launch(config: RunConfig | dict[str, Any], overrides: Sequence[str]) -> None
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Installing an unrelated package must not reroute flash-linear-attention's kernels.
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    child.begin(console)
     given = to_plain(config) if isinstance(config, RunConfig) else config
     if not given["runs_dir"]:
         raise ValueError("runs_dir is empty: name the folder for run folders")
     if given["resume"] is not None:
         if given["init_from"] is not None:
             raise ValueError("resume= goes on with a run and init_from= starts a new one: give one of them")
+        if given["branch"] is not None:
+            raise ValueError("resume= goes on with a run and branch= starts a new one: give one of them")
         resume(given, overrides, console)
         return
     assert isinstance(config, RunConfig)
-    if config.data.path == SAMPLE_DATA and not Path(SAMPLE_DATA, "train", "manifest.json").is_file():
+    sample = config.branch is None and config.data.path == SAMPLE_DATA
+    if sample and not Path(SAMPLE_DATA, "train", "manifest.json").is_file():
         console.print(f"{SAMPLE_DATA} is not there yet: preparing the sample that ships with the code")
         prepare_sample(console)
-    start(config, console)
+    start(config, overrides, console)
 
 
-def start(config: RunConfig, console: Console) -> None:
-    """A new run, from fresh weights or from those of `init_from`."""
-    built = build(config, lr=None)
-    if config.init_from is not None:
+def start(config: RunConfig, overrides: Sequence[str], console: Console) -> None:
+    """A new run, from fresh weights, from those of `init_from`, or from all of `branch`."""
+    branch = None if config.branch is None else open_branch(config, overrides)
+    state: dict[str, Any] = {}
+    position = Position()
+    if branch is not None:
+        config, state = branch.config, branch.checkpoint.state
+    built = build(config, lr=state.get("lr"))
+    if branch is not None:
+        check_same_data(state, built, branch.checkpoint)
+        load_checkpoint(branch.checkpoint, built.optimizer)
+        position = Position(state["step"], state["tokens"], state["row"])
+        console.print(Text(f"goes on from {branch.checkpoint.path}, step {position.step:,}"))
+    if config.init_from is not None and branch is None:
         take_weights(config, built, console)
     describe(config, built, console)
     if config.dry_run:
         dry_run(built.model, built.optimizer, built.stream, built.plan, config.train, console)
         return
-    run = create_run(config.runs_dir, config.name, record(config, built))
-    with run.lock(), RunWriter(run, run.next_attempt()) as writer:
+    origin = {"branch": branch.provenance} if branch is not None else {}
+    run = create_run(config.runs_dir, config.name, record(config, built) | origin)
+    with (
+        run.lock(),
+        RunWriter(run, run.next_attempt()) as writer,
+        Trackers(config.track, run, writer.attempt, console.print),
+    ):
         console.print(Text(f"run {run.path}"))
-        writer.event("start", step=0, tokens=0)
-        train(config, built, run, writer, console, Position(), save_first=config.init_from is not None)
+        writer.event("start", step=position.step, tokens=position.tokens, **origin)
+        save_first = config.init_from is not None or branch is not None
+        train(config, built, run, writer, console, position, state=state, save_first=save_first)
 
 
 def resume(given: dict[str, Any], overrides: Sequence[str], console: Console) -> None:
@@ -106,6 +133,10 @@ def resume(given: dict[str, Any], overrides: Sequence[str], console: Console) ->
         state = found.state if found else {}
         stored = state.get("config", run.record["config"])
         config, changed = resume_config(stored, given, overrides)
+        unsaved = found is None  # killed before it could save what it began with
+        if found is None and config.branch is not None:
+            found = find_checkpoint(config.branch, config.runs_dir)[0]
+            state = found.state
         built = build(config, lr=state.get("lr"))
         position = Position()
         if found:
@@ -113,19 +144,21 @@ def resume(given: dict[str, Any], overrides: Sequence[str], console: Console) ->
             load_checkpoint(found, built.optimizer)
             position = Position(state["step"], state["tokens"], state["row"])
         elif config.init_from is not None:
-            take_weights(config, built, console)  # killed before it could save them
+            take_weights(config, built, console)
+        show_warnings(describe_plan(built.stream, console), console)
         receipt = make_receipt(config, built, run, found, state, position, verify, len(rejected))
         console.print(facts("Resume", receipt))
         if given["dry_run"]:
             dry_run(built.model, built.optimizer, built.stream, built.plan, config.train, console)
             return
-        with RunWriter(run, run.next_attempt()) as writer:
+        with RunWriter(run, run.next_attempt()) as writer, Trackers(config.track, run, writer.attempt, console.print):
             for path, reason in rejected:
                 writer.event("checkpoint_rejected", path=path.name, reason=reason)
             writer.event("resume", step=position.step, tokens=position.tokens, changed=changed, receipt=receipt)
             # A longer plan must outlive a kill before the next save.
-            save_first = bool("train.tokens" in changed and found) or bool(config.init_from is not None and not found)
-            train(config, built, run, writer, console, position, save_first=save_first)
+            begun_with = config.init_from is not None or config.branch is not None
+            save_first = ("train.tokens" in changed and not unsaved) or (begun_with and unsaved)
+            train(config, built, run, writer, console, position, state=state, save_first=save_first)
 
 
 def take_weights(config: RunConfig, built: Built, console: Console) -> None:
@@ -145,34 +178,43 @@ def train(
     console: Console,
     position: Position,
     *,
+    state: dict[str, Any] | None = None,
     save_first: bool,
 ) -> None:
     """Trains and leaves the event that says how it ended."""
-    trainer = Trainer(
-        plan=built.plan,
-        train=config.train,
-        checkpoint=config.checkpoint,
-        evaluate=config.evaluate,
-        config=to_plain(config),
-        model=built.model,
-        optimizer=built.optimizer,
-        stream=built.stream,
-        valid=built.valid,
-        run=run,
-        writer=writer,
-        console=console,
-        position=position,
-    )
+    child.announce(run.path)
+    at = position
     try:
-        if save_first:
-            trainer.save()
-        trainer.train()
-    except KeyboardInterrupt:
-        writer.event("preempted", reason="interrupt")
-        console.print(f"stopped by the keyboard; go on with: python train.py resume={run.path.name}", highlight=False)
+        with Signals() as signals:
+            trainer = Trainer(
+                plan=built.plan,
+                train=config.train,
+                checkpoint=config.checkpoint,
+                guard=config.guard,
+                evaluate=config.evaluate,
+                config=to_plain(config),
+                model=built.model,
+                optimizer=built.optimizer,
+                stream=built.stream,
+                valid=built.valid,
+                run=run,
+                writer=writer,
+                console=console,
+                signals=signals,
+                position=position,
+            )
+            if state:
+                trainer.skips.load(state)
+            trainer.train(save_first=save_first)
+    except Preempted as asked:
+        writer.event("preempted", step=at.step, tokens=at.tokens, signal=asked.name, reason=str(asked))
+        go_on = f"python train.py resume={run.path.name}"
+        console.print(f"{asked} at step {at.step:,}, all saved; go on with: {go_on}", highlight=False)
         raise
     except BaseException as error:
-        writer.event("failed", error=type(error).__name__, reason=str(error).split("\n")[0][:500])
+        reason = str(error).split("\n")[0][:500]
+        with suppress(OSError):  # the disk may be what failed; then the error itself must tell
+            writer.event("failed", step=at.step, tokens=at.tokens, error=type(error).__name__, reason=reason)
         raise
     writer.event("done", step=position.step, tokens=position.tokens)
     console.print(f"done: {position.tokens:,} tokens in {position.step:,} steps, in {run.path}", highlight=False)
@@ -184,18 +226,14 @@ def build(config: RunConfig, lr: float | None) -> Built:
     Raises:
         ValueError: for anything in the configuration or the data that does not fit together.
     """
+    config.track.sinks()  # one that is missing is missed before anything is written
     device = choose_device(config.train.device)
     set_numerics(config.train.deterministic, config.train.threads)
-    plan = make_plan(config.train, config.optim, config.checkpoint, config.data.packing.context, lr)
+    packing = config.data.packing
+    plan = make_plan(config.train, config.optim, config.checkpoint, packing.context, lr, packing.ladder)
     train_set, valid_set = open_split(config.data, "train"), open_split(config.data, "valid")
-    stream = RowStream(
-        train_set,
-        packing=config.data.packing,
-        mixture=config.data.mixture,
-        seed=config.train.seed,
-        planned_tokens=plan.tokens,
-        cache_dir=train_set.path,
-    )
+    check_held_out(train_set, valid_set)
+    stream = open_stream(config, plan, train_set, train_set.path)
     model = LanguageModel(config.model, train_set.vocab_size, config.train.seed).to(device)
     optimizer = Optimizer(
         dict(model.named_parameters()), model.roles(), config.optim, lr=plan.lr, compile=config.train.compile
@@ -227,10 +265,7 @@ def describe(config: RunConfig, built: Built, console: Console) -> None:
     console.print(size_table(built.model.sizes()))
     console.print(routing_table(built.optimizer.routing()))
     console.print(plan_table(built.plan))
-    description = built.stream.describe()
-    console.print(data_table(description))
-    for warning in description["warnings"]:
-        console.print(Text(f"note: {warning}"))
+    show_plan(describe_plan(built.stream, console), config.train.micro_batch_tokens, console)
 
 
 def delta_engine(s: ModelSettings, device: torch.device) -> str:
@@ -266,10 +301,10 @@ def check_same_data(state: dict[str, Any], built: Built, found: Checkpoint) -> N
             "point data.path at the run's own dataset"
         )
     if stream.key_until(state["row"]) != state["stream"]:
-        if built.plan.tokens != state["planned_tokens"] and len(stream.phase_starts) > 1:
+        if built.plan.tokens != state["planned_tokens"] and stream.phase_of(stream.planned_rows) > 1:
             raise ValueError(
-                f"train.tokens={built.plan.tokens} would move the start of a phase that began before {found.path}: leave the "
-                f"plan at {state['planned_tokens']}, or start a new run with init_from="
+                f"train.tokens={built.plan.tokens} would move the start of a phase or rung that began before {found.path}: "
+                f"leave the plan at {state['planned_tokens']}, or start a new run with init_from="
             )
         raise ValueError(
             f"{stream.dataset.path} or its order is not what {found.path} was trained on (text, seed, mixture or packing): "

@@ -51,7 +51,9 @@ def section(kind: type, prefix: str = "") -> list[str]:
             continue
         shown = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
         shown = str(types[field.name]) if shown in ("list", "dict", "Optional", "Union") else shown
-        shown = shown.replace("typing.", "").replace("dwslm.data.mixture.", "").replace("|", "or")
+        for module in ("typing.", "dwslm.data.mixture.", "dwslm.data.packing_settings."):
+            shown = shown.replace(module, "")
+        shown = shown.replace("|", "or")
         cells = (f"`{name}`", f"`{shown}`", f"`{default(field)}`", doc.replace("|", "\\|"))
         if inner := [a for a in typing.get_args(types[field.name]) if dataclasses.is_dataclass(a)]:
             assert isinstance(inner[0], type)

@@ -103,8 +103,12 @@ class Optimizer:
         self.step_count = torch.zeros((), dtype=torch.int64, device=self.device)
         """Updates made, skipped ones not counted."""
         self.skipped = torch.zeros((), dtype=torch.int64, device=self.device)
-        """Steps that changed nothing, since the gradient was not finite."""
+        """Steps that changed nothing: the gradient was not finite or over its limit, or the caller refused them."""
+        self.accepted = torch.ones((), dtype=torch.bool, device=self.device)
+        """Whether the last step was taken; overwritten by each."""
         self._rate = torch.zeros((), device=self.device)
+        self._allowed = torch.ones((), dtype=torch.bool, device=self.device)
+        self._norm_limit = torch.full((), math.inf, device=self.device)
         bf16 = settings.newton_schulz_dtype == "bfloat16" or (
             settings.newton_schulz_dtype == "auto" and self.device.type == "cuda"
         )
@@ -148,14 +152,18 @@ class Optimizer:
             parameter.grad = None
 
     @torch.no_grad()
-    def step(self, lr: Tensor | float) -> Tensor:
+    def step(self, lr: Tensor | float, *, allowed: Tensor | None = None, norm_limit: Tensor | None = None) -> Tensor:
         """Update everything from the accumulated gradients, zero them, and write the compute copies.
 
         lr: the matrices' rate at this step; a 0-D tensor on the parameters' device in a recorded step, since
-        a float is fixed at recording. Returns the global gradient norm before clipping (float32, 0-D, on the
-        device). If that is not finite, weights, state and step count stay as they were, bit for bit, and
-        `skipped` goes up by one.
+        a float is fixed at recording. allowed: 0-D bool, norm_limit: 0-D float32, both on that device; without
+        them every step with a finite gradient is taken. Returns the global gradient norm before clipping
+        (float32, 0-D, on the device). If that is not finite or above its limit, or the step is not allowed,
+        weights, state and step count stay as they were, bit for bit, `accepted` is false and `skipped` goes up
+        by one.
         """
+        self._allowed.fill_(True) if allowed is None else self._allowed.copy_(allowed)
+        self._norm_limit.fill_(math.inf) if norm_limit is None else self._norm_limit.copy_(norm_limit)
         if isinstance(lr, Tensor):
             if lr.ndim:
                 raise ValueError(f"lr must be a number or a 0-D tensor, got shape {list(lr.shape)}")
@@ -164,16 +172,17 @@ class Optimizer:
             if not 0 <= lr < math.inf:
                 raise ValueError(f"lr={lr} must be 0 or more")
             self._rate.fill_(lr)
-        norm, finite, new = self._run()
+        norm, accepted, new = self._run()
         torch._foreach_copy_([tensor for group in self.groups for tensor in group.changing()], new)
-        self.step_count.add_(finite)
-        self.skipped.add_(~finite)
+        self.step_count.add_(accepted)
+        self.skipped.add_(~accepted)
+        self.accepted.copy_(accepted)
         self.gradient.zero_()
         self._write_copies()
         return norm
 
     def _update(self) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Gradient norm, whether it is finite, and what every group's `changing()` becomes.
+        """Gradient norm, whether the step is taken, and what every group's `changing()` becomes.
 
         Nothing is written here: the compiler fuses pure functions better, and its CPU backend fails on some
         in-place ones (pytorch issue 196570).
@@ -181,7 +190,7 @@ class Optimizer:
         clip = self.settings.clip
         gradients = self._gradients()
         norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
-        finite = norm.isfinite()
+        finite = self._allowed & norm.isfinite() & (norm <= self._norm_limit)
         scale = torch.ones_like(norm) if clip is None else (clip / (norm + CLIP_EPS)).clamp(max=1.0)
         step = self.step_count + 1
         new: list[Tensor] = []
@@ -227,6 +236,19 @@ class Optimizer:
         load it.
         """
         return {name: tensor.clone() for name, tensor in self._state().items()}
+
+    @torch.no_grad()
+    def copy_to(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        """Writes what `weights()` and `state()` give into tensors of the same names, shapes and dtypes.
+
+        The targets may be on the CPU. Copies from a GPU into pinned memory are queued and not waited for: they see the
+        weights of now whatever is queued later, and hold them once the device has come this far.
+        """
+        masters = self._masters()
+        for block in self.blocks:
+            block.of(weights[block.parameter]).copy_(masters[block.name], non_blocking=True)
+        for name, tensor in self._state().items():
+            state[name].copy_(tensor, non_blocking=True)
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

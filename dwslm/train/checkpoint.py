@@ -9,11 +9,12 @@
         step-00000400.pin-best                       a reason to keep it, an empty file each
 
 The order of a save: everything into `tmp-step-<n>`, the manifest last; fsync files and folder; rename;
-fsync the parent. The caller then logs its event, and only then calls `retain`. So a folder under its final
+fsync the parent. The caller (`saver`) then logs its event, and only then calls `retain`. So a folder under its final
 name is whole at any instant, and an older one goes only when the newer is safe. One process at a time
-writes here: the run's lock sees to it.
+writes here: the run's lock sees to it. Within it one thread does, and the loop only while that one rests.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -60,6 +61,14 @@ class CheckpointSettings:
     verify: str = "sha256"
     """What a resume checks before it trusts a checkpoint: `sha256` reads every file, `size` none."""
 
+    max_failures: int = 3
+    """The run fails when this many saves in a row have failed, on a full disk for instance. Until then it trains on, and
+    older checkpoints stay."""
+
+    grace_seconds: float = 30.0
+    """How long whatever starts this run waits between asking it to leave (TERM) and killing it: torchrun and Slurm 30 s, unless
+    told otherwise. A note says so where saving takes too long for it."""
+
     def __post_init__(self) -> None:
         if self.every_tokens < 1:
             raise ValueError(f"checkpoint.every_tokens={self.every_tokens}: must be at least 1")
@@ -68,6 +77,10 @@ class CheckpointSettings:
         for fraction in self.pin_fractions:
             if not 0 < fraction <= 1:
                 raise ValueError(f"checkpoint.pin_fractions holds {fraction}: must lie in (0, 1]")
+        if self.max_failures < 1:
+            raise ValueError(f"checkpoint.max_failures={self.max_failures}: must be at least 1")
+        if not self.grace_seconds > 0:
+            raise ValueError(f"checkpoint.grace_seconds={self.grace_seconds}: must be above 0")
         check_verify(self.verify)
 
 
@@ -190,6 +203,16 @@ def newest_good(
         reasons = "; ".join(reason for _, reason in rejected)
         raise ValueError(f"{root} has checkpoints but none that can be used: {reasons}")
     return None, []
+
+
+def newest_before(root: str | os.PathLike[str], step: int) -> Checkpoint | None:
+    """The most recently saved checkpoint of a step below `step` that verifies in full; None where there is none."""
+    for checkpoint in find(root):
+        if checkpoint.step < step:
+            with contextlib.suppress(ValueError):
+                checkpoint.verify()
+                return checkpoint
+    return None
 
 
 def _open_all(root: Path) -> tuple[list[Checkpoint], list[tuple[Path, str]]]:

@@ -1,5 +1,7 @@
 """The device a run computes on, how it is made deterministic, and how fast its matrix unit is on paper."""
 
+from collections import deque
+
 import torch
 
 # Dense bf16 peaks in FLOP/s, from the vendor's data sheets. A device that is not listed has no MFU: a guess would be worse.
@@ -55,3 +57,24 @@ def set_numerics(deterministic: bool, threads: int) -> None:
     torch.use_deterministic_algorithms(deterministic)
     if threads:
         torch.set_num_threads(threads)
+
+
+STEPS_AHEAD = 2
+
+
+class RunAhead:
+    """Keeps the host at most `STEPS_AHEAD` steps ahead of a GPU: the GPU never waits, and a run that is to leave not long."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._ends: deque[torch.cuda.Event] = deque()
+
+    def wait(self) -> None:
+        """Call after queueing a step; returns when the device has ended all but the last few."""
+        if self._device.type != "cuda":
+            return
+        end = torch.cuda.Event()
+        end.record(torch.cuda.current_stream(self._device))
+        self._ends.append(end)
+        if len(self._ends) > STEPS_AHEAD:
+            self._ends.popleft().synchronize()

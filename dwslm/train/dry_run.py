@@ -5,6 +5,7 @@ import time
 import torch
 from rich.console import Console
 
+from dwslm.data.batch import Batch
 from dwslm.data.loader import GlobalBatch, TorchBatch
 from dwslm.data.packing import RowStream
 from dwslm.model.attention import Attention
@@ -27,29 +28,40 @@ def dry_run(
 ) -> None:
     """Prints the first batch's statistics and a memory estimate, and runs one step whose weights nobody keeps.
 
-    A GPU runs the first micro-batch as training would, and its peak memory is measured. A CPU takes the first `CPU_TOKENS`
-    slots of the first row only, and says so.
+    A GPU runs the first micro-batch as training would, with a ladder that of each rung, and its peak memory is measured. A
+    CPU takes the first `CPU_TOKENS` slots of the first row only, and says so.
     """
-    batch = stream.batch(0, plan.micro_batch_rows)
-    lengths = [b - a for a, b in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)]
-    text = sorted(n for n, doc in zip(lengths, batch.docs.tolist(), strict=True) if doc >= 0)
-    console.print(
-        facts(
-            "First micro-batch",
-            {
-                "tokens": f"{len(batch.tokens):,} in {plan.micro_batch_rows} rows of {plan.context:,}",
-                "segments": f"{batch.segments} (slots for {len(batch.docs)})",
-                "segment lengths": f"{text[0]:,} to {text[-1]:,}, median {text[len(text) // 2]:,}",
-                "scored": f"{batch.scored:,} targets ({batch.scored / len(batch.tokens):.2%})",
-                "padding": f"{batch.padding:,} slots ({batch.padding / len(batch.tokens):.2%})",
-            },
+    batches = [
+        stream.batch(first_row, plan.micro_batch_tokens // leg.context)
+        for first_row, leg in zip(stream.first_rows, stream.legs, strict=True)
+    ]
+    for batch in batches:
+        lengths = [b - a for a, b in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)]
+        text = sorted(n for n, doc in zip(lengths, batch.docs.tolist(), strict=True) if doc >= 0)
+        console.print(
+            facts(
+                "First micro-batch" if len(batches) == 1 else f"First micro-batch of context {batch.context:,}",
+                {
+                    "tokens": f"{len(batch.tokens):,} in {len(batch.tokens) // batch.context} rows of {batch.context:,}",
+                    "segments": f"{batch.segments} (slots for {len(batch.docs)})",
+                    "segment lengths": f"{text[0]:,} to {text[-1]:,}, median {text[len(text) // 2]:,}",
+                    "scored": f"{batch.scored:,} targets ({batch.scored / len(batch.tokens):.2%})",
+                    "padding": f"{batch.padding:,} slots ({batch.padding / len(batch.tokens):.2%})",
+                },
+            )
         )
-    )
     console.print(memory_table(estimate(model, optimizer, train.micro_batch_tokens)))
-
     on_gpu = optimizer.device.type == "cuda"
-    rows, context = (plan.micro_batch_rows, plan.context) if on_gpu else (1, min(plan.context, CPU_TOKENS))
-    size = rows * context
+    for batch in batches if on_gpu else batches[:1]:
+        one_step(model, optimizer, batch, plan, train, console)
+
+
+def one_step(
+    model: LanguageModel, optimizer: Optimizer, batch: Batch, plan: Plan, train: TrainSettings, console: Console
+) -> None:
+    """Runs one step on a micro-batch, on a CPU on its first slots."""
+    on_gpu = optimizer.device.type == "cuda"
+    size, context = (len(batch.tokens), batch.context) if on_gpu else (min(batch.context, CPU_TOKENS),) * 2
     micro_batch = TorchBatch(
         tokens=torch.from_numpy(batch.tokens[:size]),
         targets=torch.from_numpy(batch.targets[:size]).long(),
@@ -57,6 +69,7 @@ def dry_run(
         context=context,
         scored=int((batch.targets[:size] >= 0).sum()),
     )
+    rows = size // context
     step = TrainStep(model, optimizer, rows, context, len(batch.docs), compile=train.compile and on_gpu)
     started = time.perf_counter()
     loss, norm = step.run(
@@ -73,6 +86,8 @@ def dry_run(
     if on_gpu:
         figures["peak memory, measured"] = gigabytes(torch.cuda.max_memory_allocated(optimizer.device))
     what = "the first micro-batch" if on_gpu else f"the first {size} slots of the first row"
+    if plan.rungs[1:]:
+        what += f" of context {batch.context:,}"
     console.print(facts(f"One step, on {what}", figures))
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from dwslm.data.loader import Loader
+from dwslm.data.loader import GlobalBatch, Loader
 from dwslm.data.packing import RowStream
 from dwslm.data.shards import Dataset
 from dwslm.evaluate.bits_per_byte import EvalSettings, score
@@ -21,11 +22,15 @@ from dwslm.runs.folder import RunFolder
 from dwslm.runs.writer import RunWriter
 from dwslm.train import checkpoint as checkpoints
 from dwslm.train.checkpoint import CheckpointSettings
-from dwslm.train.device import peak_flops
+from dwslm.train.device import RunAhead, peak_flops
+from dwslm.train.guard import Guard, GuardSettings
 from dwslm.train.plan import Plan
 from dwslm.train.report import MATRIX_FLOPS, TrainProgress
+from dwslm.train.saver import Saver
 from dwslm.train.scoring import nats_function
 from dwslm.train.settings import TrainSettings
+from dwslm.train.signals import Preempted, Signals
+from dwslm.train.skips import Skips
 from dwslm.train.step import TrainStep
 
 
@@ -43,11 +48,12 @@ class Trainer:
 
     Args:
         plan: see `make_plan`.
-        settings: train, checkpoint and evaluation settings; `config` is the whole configuration as plain data, which goes into
-            every checkpoint.
+        settings: train, checkpoint, guard and evaluation settings; `config` is the whole configuration as plain data, which
+            goes into every checkpoint.
         model, optimizer: on their device, loaded if this is a resume.
         stream: training rows; `valid`: held-out dataset, None where nothing is scored.
         run, writer: where everything is written.
+        signals: open, so that they are noted.
         position: where to go on.
     """
 
@@ -57,6 +63,7 @@ class Trainer:
         plan: Plan,
         train: TrainSettings,
         checkpoint: CheckpointSettings,
+        guard: GuardSettings,
         evaluate: EvalSettings,
         config: Mapping[str, Any],
         model: LanguageModel,
@@ -66,9 +73,10 @@ class Trainer:
         run: RunFolder,
         writer: RunWriter,
         console: Console,
+        signals: Signals,
         position: Position,
     ):
-        self.plan, self.settings, self.checkpoint, self.evaluate = plan, train, checkpoint, evaluate
+        self.plan, self.settings, self.evaluate = plan, train, evaluate
         self.config, self.model, self.optimizer, self.stream, self.valid = (
             config,
             model,
@@ -77,82 +85,102 @@ class Trainer:
             valid,
         )
         self.run, self.writer, self.console, self.position = run, writer, console, position
+        self.signals = signals
         self.device = model.embedding.weight.device
+        self.guard = Guard(guard, self.device)
+        self.skips = Skips(self.guard, writer, console)
+        self.saver = Saver(run, writer, console, optimizer, checkpoint)
+        self.run_ahead = RunAhead(self.device)
+        self.step: TrainStep | None = None
+        self.warm = False  # whether this process has run a step
         sizes = model.sizes()
         self.flops_per_token = MATRIX_FLOPS * (sizes["matrices"] + sizes["head"])
 
-    def train(self) -> None:
-        """Trains to the end of the plan, saving and scoring on the way.
+    def train(self, *, save_first: bool = False) -> None:
+        """Trains to the end of the plan, saving and scoring on the way. Returns once everything is on disk.
+
+        save_first: save before the first step, where the run has something new that a kill must not lose.
 
         Raises:
-            FloatingPointError: where a reported loss is not finite; the last checkpoint is from before it.
+            Preempted: where a signal asked it to leave; what was trained is saved.
+            FloatingPointError: where too many steps had to be left out and the run may not go back again.
+            OSError: where saving failed too often, or at the end.
         """
         plan, position = self.plan, self.position
-        packing = self.stream.packing
-        step = TrainStep(
-            self.model,
-            self.optimizer,
-            plan.micro_batch_rows,
-            plan.context,
-            plan.micro_batch_rows * packing.segments_per_row,
-            compile=self.settings.compile,
-        )
-        loader = Loader(
-            self.stream,
-            first_row=position.row,
-            rows=plan.micro_batch_rows,
-            grad_accum=plan.grad_accum,
-            depth=self.settings.prefetch,
-            pin=self.device.type == "cuda",
-        )
-        if position.step > 0 and plan.scores(position.step) and not self._scored(position.step):
-            self.score()  # killed between the save and the score
-        self._pin_best()  # or between the score and the pin
-        with loader, TrainProgress(self.console, plan, position.step) as progress:
-            since = time.perf_counter()
-            reported = position.step
-            for number in range(position.step, plan.steps):
-                batch = next(loader)
-                rate = plan.rate(number)
-                loss, norm = step.run(batch, rate)
-                position.step, position.row = number + 1, batch.next_row
-                position.tokens += plan.batch_tokens
+        with self.saver, TrainProgress(self.console, plan, position.step) as progress:
+            if save_first:
+                self.save()
+            if position.step > 0 and plan.scores(position.step) and not self._scored(position.step):
+                self.score()  # killed between the save and the score
+            self.saver.wait()
+            self._pin_best()  # or between the score and the pin
+            while position.step < plan.steps:
+                with self._loader() as loader:
+                    self._steps(loader, progress)
+            self._finish_saving()
 
-                if position.step % self.settings.log_every == 0 or position.step == plan.steps:
-                    row: dict[str, Any] = {
-                        "step": position.step,
-                        "tokens": position.tokens,
-                        "loss": loss.item(),
-                        "grad_norm": norm.item(),
-                        "lr": rate,
-                        "skipped": int(self.optimizer.skipped),
-                        "scored": batch.scored,
-                        "segments": batch.segments,
-                        "text_share": 1 - batch.padding / plan.batch_tokens,
-                    }
-                    seconds = (time.perf_counter() - since) / (position.step - reported)
-                    since, reported = time.perf_counter(), position.step
-                    speed = plan.batch_tokens / seconds
-                    peak = peak_flops(self.device)
-                    row |= {"tokens_per_second": speed, "mfu": peak and self.flops_per_token * speed / peak}
-                    if self.device.type == "cuda":
-                        row["peak_memory"] = torch.cuda.max_memory_allocated(self.device)
-                    self.writer.metrics(row)
-                    progress.report(row, seconds)
-                    self._check_finite(row)
+    def _steps(self, loader: Loader, progress: TrainProgress) -> None:
+        """Steps to the end of the plan, or until the guard has sent the run back: the data then go on elsewhere."""
+        plan, position = self.plan, self.position
+        since, reported = time.perf_counter(), position.step
+        for number in range(position.step, plan.steps):
+            batch = next(loader)
+            rate = plan.rate(number)
+            if self._new_phase(batch.first_row, batch.next_row):
+                self.guard.restart()
+            step = self._step(batch)
+            # The first step compiles, which may take minutes and leaves nothing to save.
+            with nullcontext() if self.warm else self.signals.at_once():
+                step.run(batch, rate)
+            self.warm = True
+            self.run_ahead.wait()
+            position.step, position.row = number + 1, batch.next_row
+            position.tokens += plan.batch_tokens
+            self.skips.note(position.step, position.tokens, batch)
 
-                if plan.saves(position.step):
-                    paused = time.perf_counter()
-                    self.save()
-                    if plan.scores(position.step):
-                        self.score()
-                    since += time.perf_counter() - paused  # speed is of training alone
+            report = position.step % self.settings.log_every == 0 or position.step == plan.steps
+            leave = self.signals.received
+            save = plan.saves(position.step)
+            if report or save or leave or self.skips.must_hear:
+                verdict = self.skips.hear()
+            if report:
+                row: dict[str, Any] = {
+                    "step": position.step,
+                    "tokens": position.tokens,
+                    "loss": verdict.loss,
+                    "grad_norm": verdict.norm,
+                    "lr": rate,
+                    "skipped": int(self.optimizer.skipped),
+                    "scored": batch.scored,
+                    "segments": batch.segments,
+                    "text_share": 1 - batch.padding / plan.batch_tokens,
+                }
+                seconds = (time.perf_counter() - since) / (position.step - reported)
+                since, reported = time.perf_counter(), position.step
+                speed = plan.batch_tokens / seconds
+                peak = peak_flops(self.device)
+                row |= {"tokens_per_second": speed, "mfu": peak and self.flops_per_token * speed / peak}
+                if self.device.type == "cuda":
+                    row["peak_memory"] = torch.cuda.max_memory_allocated(self.device)
+                self.writer.metrics(row)
+                progress.report(row, seconds)
+            if self.skips.too_many:
+                self._go_back()
+                return
+
+            if save:
+                paused = time.perf_counter()
+                self.save()
+                if plan.scores(position.step):
+                    self.score()
+                since += time.perf_counter() - paused  # speed is of training alone
+            self.saver.check()
+            if leave:
+                self._leave(leave)
 
     def save(self) -> None:
-        """Checkpoint, then the event, and only then retention."""
-        position, root = self.position, self.run.checkpoints
-        reason = self.plan.pins.get(position.step)
-        started = time.perf_counter()
+        """Copies the state now, to be written while training goes on: checkpoint, then the event, and only then retention."""
+        position = self.position
         state = {
             "step": position.step,
             "tokens": position.tokens,
@@ -161,34 +189,108 @@ class Trainer:
             "lr": self.plan.lr,
             "planned_tokens": self.plan.tokens,
             "tokenizer": self.stream.dataset.tokenizer_hash,
+            "guard": self.skips.state(),
             "config": dict(self.config),
         }
-        saved = checkpoints.save(
-            root,
-            position.step,
-            self.optimizer.weights(),
-            self.optimizer.state(),
-            state,
-            pins=[reason] if reason else [],
-        )
+        self.saver.save(position.step, position.tokens, state, self.plan.pins.get(position.step))
+
+    def _finish_saving(self) -> None:
+        """Returns once the last save is on disk; raises OSError where it has failed."""
+        self.saver.wait()
+        if self.saver.failure is not None:
+            raise self.saver.failure
+
+    def _leave(self, signal: str) -> None:
+        """Saves this step, unless that was done, and raises Preempted."""
+        self.saver.wait()
+        if self.saver.saved_step != self.position.step:
+            self.save()
+        self._finish_saving()
+        raise Preempted(signal)
+
+    def _go_back(self) -> None:
+        """Back to the last checkpoint from before the steps that were left out, with the data from after them.
+
+        Raises FloatingPointError where it has gone back too often, or there is no such checkpoint.
+        """
+        failed, past = f"{self.skips.told} (see the skip events)", self.skips.recent[-1].next_row
+        if self.skips.rollbacks == self.guard.settings.max_rollbacks:
+            raise FloatingPointError(f"{failed}, after going back {self.skips.rollbacks} times; try a lower optim.lr")
+        self.saver.wait()
+        good = checkpoints.newest_before(self.run.checkpoints, self.skips.recent[0].step)
+        if good is None:
+            raise FloatingPointError(f"{failed}, and there is no checkpoint from before them; try a lower optim.lr")
+        load_checkpoint(good, self.optimizer)
+        state, rollbacks = good.state, self.skips.rollbacks + 1
         self.writer.event(
-            "checkpoint",
-            step=position.step,
-            tokens=position.tokens,
-            path=saved.path.name,
-            seconds=time.perf_counter() - started,
-            pinned=reason,
+            "rollback",
+            step=self.position.step,
+            tokens=self.position.tokens,
+            reason=failed,
+            path=good.path.name,
+            rows=[state["row"], past],
+            rollbacks=rollbacks,
+            allowed=self.guard.settings.max_rollbacks,
         )
-        self._retain()
+        self.console.print(f"{failed}: back to {good.path.name}, past these data", highlight=False)
+        self.skips.load(state)
+        self.skips.rollbacks = rollbacks
+        if self._phase(past) != self._phase(state["row"]):
+            self.guard.restart()
+        at = self.position
+        at.step, at.tokens, at.row = state["step"], state["tokens"], past
+        # To readers it is a resume: what came after that checkpoint is no longer this run's past.
+        self.writer.next_attempt(self.run.next_attempt())
+        self.writer.event("resume", step=at.step, tokens=at.tokens, changed={}, rollback=rollbacks)
+        self.save()  # a kill from here on must not lose the way round
+
+    def _loader(self) -> Loader:
+        return Loader(
+            self.stream,
+            first_row=self.position.row,
+            micro_batch_tokens=self.settings.micro_batch_tokens,
+            grad_accum=self.plan.grad_accum,
+            depth=self.settings.prefetch,
+            pin=self.device.type == "cuda",
+        )
+
+    def _step(self, batch: GlobalBatch) -> TrainStep:
+        """The step for batches of this shape: each rung of the ladder has its own."""
+        shape = batch.micro_batches[0]
+        if self.step is None or self.step.context != shape.context:
+            rows, slots = len(shape.tokens) // shape.context, len(shape.cu_seqlens) - 1
+            self.step = TrainStep(
+                self.model,
+                self.optimizer,
+                rows,
+                shape.context,
+                slots,
+                compile=self.settings.compile,
+                guard=self.guard,
+            )
+            if self.plan.rungs[1:]:
+                at = {"step": self.position.step, "tokens": self.position.tokens}
+                self.writer.event("rung", **at, context=shape.context, rows=rows, slots=slots)
+        return self.step
+
+    def _phase(self, row: int) -> int:
+        """How many phases of the mixture, and rungs of the ladder, have begun by `row`."""
+        return self.stream.phase_of(row)
+
+    def _new_phase(self, first_row: int, next_row: int) -> bool:
+        """Whether a step of these rows is the first of a phase; the same answer after a resume."""
+        return self._phase(first_row) != self._phase(2 * first_row - next_row)
 
     def score(self) -> Report:
         """Scores the held-out set, writes a row per slice, and pins the best checkpoint so far."""
         settings = self.evaluate
         if self.settings.eval_documents is not None:
             settings = replace(settings, max_documents=self.settings.eval_documents)
+        self.saver.wait()  # scoring may fail or be killed: what is scored is safe first
         started = time.perf_counter()
-        scores = score(nats_function(self.model), self.valid, settings, training_context=self.plan.context)
-        report = make_report(scores, samples=settings.bootstrap_samples, seed=settings.seed)
+        with self.signals.at_once():
+            scores = score(nats_function(self.model), self.valid, settings, training_context=self.plan.context)
+            report = make_report(scores, samples=settings.bootstrap_samples, seed=settings.seed)
         at = {"step": self.position.step, "tokens": self.position.tokens}
         for row in report_rows(report):
             self.writer.evals(at | row)
@@ -214,11 +316,7 @@ class Trainer:
         for step, reasons in pinned.items():
             if "best" in reasons:
                 checkpoints.unpin(root, step, "best")
-        self._retain()
-
-    def _retain(self) -> None:
-        for path in checkpoints.retain(self.run.checkpoints, self.checkpoint.keep_last):
-            self.writer.event("checkpoint_deleted", path=path.name)
+        self.saver.retain()
 
     def _overall_rows(self) -> list[dict[str, Any]]:
         """This run's own overall scores; what others scored of its checkpoints must not steer it."""
@@ -226,16 +324,6 @@ class Trainer:
 
     def _scored(self, step: int) -> bool:
         return any(row["step"] == step for row in self._overall_rows())
-
-    def _check_finite(self, row: Mapping[str, Any]) -> None:
-        if row["loss"] != row["loss"] or abs(row["loss"]) == float("inf"):
-            self.writer.event("not_finite", step=row["step"], tokens=row["tokens"], loss=row["loss"])
-            last = next(iter(checkpoints.find(self.run.checkpoints)), None)
-            raise FloatingPointError(
-                f"the loss is {row['loss']} at step {row['step']}; "
-                + (f"the last checkpoint is {last.path}" if last else "there is no checkpoint yet")
-                + "; look at grad_norm in the metrics, and try a lower optim.lr"
-            )
 
 
 def load_checkpoint(found: checkpoints.Checkpoint, optimizer: Optimizer) -> None:

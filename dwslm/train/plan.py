@@ -1,8 +1,9 @@
 """What a run is going to do, derived once from its settings: steps, rows, rates, and when it saves and scores."""
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dwslm.data.packing_settings import Rung, first_step
 from dwslm.optim.schedule import learning_rate, schedule
 from dwslm.optim.settings import OptimSettings
 from dwslm.train.checkpoint import CheckpointSettings
@@ -17,8 +18,8 @@ class Plan:
         steps: optimizer steps in all.
         batch_tokens: token slots a step.
         grad_accum: micro-batches a step and process.
-        micro_batch_rows: rows of `context` in a micro-batch.
-        context: slots in a row.
+        rungs: (first step, slots in a row) of each rung of the context ladder; one that begins with 0 where there is none.
+        micro_batch_tokens: slots of a micro-batch, on every rung.
         lr: peak learning rate of the matrices.
         save_stride, score_stride: a checkpoint is written, and the held-out set scored, after every so many steps; 0 for never.
             Both happen after the last step too, and whatever is scored is saved first.
@@ -28,13 +29,18 @@ class Plan:
     steps: int
     batch_tokens: int
     grad_accum: int
-    micro_batch_rows: int
-    context: int
+    micro_batch_tokens: int
+    rungs: tuple[tuple[int, int], ...]
     lr: float
     save_stride: int
     score_stride: int
     pins: dict[int, str]
     optim: OptimSettings
+
+    @property
+    def context(self) -> int:
+        """Slots in a row at the end of the run: what the model is scored at."""
+        return self.rungs[-1][1]
 
     @property
     def tokens(self) -> int:
@@ -60,33 +66,35 @@ def make_plan(
     checkpoint: CheckpointSettings,
     context: int,
     lr: float | None = None,
+    ladder: Sequence[Rung] = (),
 ) -> Plan:
     """Derives the plan.
 
     Args:
         context: slots in a row of the packed data.
         lr: peak rate that a resumed run keeps; None takes it from the settings or the law.
+        ladder: rungs with longer rows.
 
     Raises:
         ValueError: where the sizes do not divide, or no learning rate can be derived.
     """
-    if train.micro_batch_tokens % context:
-        raise ValueError(
-            f"train.micro_batch_tokens={train.micro_batch_tokens} is not a multiple of the context {context}"
-        )
+    for slots in (context, *(rung.context for rung in ladder)):
+        if train.micro_batch_tokens % slots:
+            raise ValueError(
+                f"train.micro_batch_tokens={train.micro_batch_tokens} is not a multiple of the context {slots}"
+            )
     steps = -(-train.tokens // train.batch_tokens)
 
     def stride(tokens: int) -> int:
         return max(1, tokens // train.batch_tokens)
 
-    # The small number undoes what a fraction like 0.07 of 100 steps is too large by.
-    pins = {math.ceil(f * steps - 1e-9): f"at-{100 * f:g}-percent" for f in checkpoint.pin_fractions}
+    pins = {first_step(f, steps): f"at-{100 * f:g}-percent" for f in checkpoint.pin_fractions}
     return Plan(
         steps=steps,
         batch_tokens=train.batch_tokens,
         grad_accum=train.batch_tokens // train.micro_batch_tokens,
-        micro_batch_rows=train.micro_batch_tokens // context,
-        context=context,
+        micro_batch_tokens=train.micro_batch_tokens,
+        rungs=((0, context), *((first_step(rung.start, steps), rung.context) for rung in ladder)),
         lr=lr if lr is not None else learning_rate(steps * train.batch_tokens, train.batch_tokens, optim),
         save_stride=stride(checkpoint.every_tokens),
         score_stride=stride(train.eval_every_tokens) if train.eval_every_tokens else 0,

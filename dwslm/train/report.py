@@ -43,12 +43,16 @@ def facts(title: str, rows: Mapping[str, str]) -> Table:
 
 def plan_table(plan: Plan) -> Table:
     pins = ", ".join(f"step {step:,} ({reason})" for step, reason in sorted(plan.pins.items()))
+    shapes = "; ".join(
+        f"{plan.micro_batch_tokens // context} rows of {context:,}" + (f" from step {step:,}" if step else "")
+        for step, context in plan.rungs
+    )
     return facts(
         "Plan",
         {
             "tokens": f"{plan.tokens:,} ({count(plan.tokens)})",
             "steps": f"{plan.steps:,} of {plan.batch_tokens:,} tokens",
-            "micro-batch": f"{plan.micro_batch_rows} rows of {plan.context:,}, {plan.grad_accum} accumulated",
+            "micro-batch": f"{shapes}, {plan.grad_accum} accumulated",
             "peak rate": f"{rate(plan.lr)} ({plan.lr:.6g}), schedule {plan.optim.schedule}",
             "checkpoints": f"every {plan.save_stride:,} steps, pinned: {pins or 'none'}",
             "held-out scores": (f"every {plan.score_stride:,} steps and " if plan.score_stride else "") + "at the end",
@@ -84,26 +88,57 @@ def routing_table(rows: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def data_table(description: Mapping[str, Any]) -> Table:
-    """What `RowStream.describe` says about the plan."""
+    """What `dwslm.data.describe` says about the plan, by phase and source."""
     table = Table(
-        title=f"Data: {description['padding_share']:.2%} padding, "
-        f"{description['segments_per_row_mean']:.1f} segments a row "
-        f"(at most {description['segments_per_row_max']} of {description['segments_per_row_limit']})",
+        title=f"Data: {count(description['planned_tokens'])} slots, {description['padding_share']:.2%} padding",
         title_justify="left",
     )
-    for name, justify in (
-        ("phase", "left"),
-        ("source", "left"),
-        ("share", "right"),
-        ("tokens", "right"),
-        ("epochs", "right"),
-    ):
+    names = [("phase", "left"), ("context", "right"), ("source", "left"), ("share", "right"), ("tokens", "right")]
+    capped = any(row["cap"] is not None for row in description["sources"].values())
+    for name, justify in [*names, ("epochs", "right"), *([("at most", "right")] if capped else [])]:
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for phase in [*description["phases"], {"start": None, "sources": description["sources"]}]:
-        label = "all" if phase["start"] is None else f"from {phase['start']:.0%}"
+    whole = {"start": None, "context": None, "sources": description["sources"]}
+    for phase in [*description["phases"], whole]:
+        label = "all" if phase["start"] is None else f"from {100 * phase['start']:.4g}%"
+        context = "" if phase["context"] is None else f"{phase['context']:,}"
         for name, row in phase["sources"].items():
-            table.add_row(label, Text(name), f"{row['share']:.2%}", count(row["tokens"]), f"{row['epochs']:.2f}")
-            label = ""
+            original = description["rephrased"].get(name)
+            cells: list[str | Text] = [
+                label,
+                context,
+                Text(f"{name}, rephrased from {original}" if original else name),
+                f"{row['share']:.2%}",
+                count(row["tokens"]),
+                f"{row['epochs']:.2f}",
+            ]
+            if capped:
+                cells.append("" if row.get("cap") is None else f"{row['cap']:g}")
+            table.add_row(*cells)
+            label = context = ""
+    return table
+
+
+def rung_table(description: Mapping[str, Any], micro_batch_tokens: int) -> Table:
+    """The shapes of rows and micro-batches: segments, padding, and what the limit of segments costs."""
+    table = Table(title=f"Rows, in micro-batches of {micro_batch_tokens:,} slots", title_justify="left")
+    micro_batch, row = ("from", "context", "rows", "segments", "of slots"), ("a row", "most", "limit", "needed")
+    for name in (*micro_batch, *row, "padding", "without limit"):
+        table.add_column(name, justify="right")
+    for rung in description["rungs"]:
+        rows = micro_batch_tokens // rung["context"]
+        table.add_row(
+            f"{100 * rung['start']:.4g}%",
+            f"{rung['context']:,}",
+            str(rows),
+            f"{rows * rung['segments_per_row_mean']:,.0f}",
+            f"{rows * rung['segments_per_row_limit']:,}",
+            f"{rung['segments_per_row_mean']:.1f}",
+            str(rung["segments_per_row_max"]),
+            str(rung["segments_per_row_limit"]),
+            str(rung["segments_per_row_needed"]),
+            f"{rung['padding_share']:.2%}",
+            f"{rung['padding_share_unlimited']:.2%}",
+        )
     return table
 
 

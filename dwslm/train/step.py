@@ -12,6 +12,7 @@ from dwslm.data.batch import IGNORE
 from dwslm.data.loader import GlobalBatch, TorchBatch
 from dwslm.model.lm import LanguageModel
 from dwslm.optim.optimizer import Optimizer
+from dwslm.train.guard import Guard
 
 # Padded strides would have to be copied away before every kernel that is not the compiler's own.
 INDUCTOR: dict[str, Any] = {"comprehensive_padding": False}
@@ -32,10 +33,12 @@ class TrainStep:
         slots: int,
         *,
         compile: bool,
+        guard: Guard | None = None,
     ):
-        """slots: entries of `cu_seqlens` less one; rows x context is the micro-batch."""
+        """slots: entries of `cu_seqlens` less one; rows x context is the micro-batch. guard: decides which steps are taken;
+        without one, all whose gradient is finite."""
         device = model.embedding.weight.device
-        self.model, self.optimizer, self.context = model, optimizer, context
+        self.model, self.optimizer, self.context, self.guard = model, optimizer, context, guard
         self.tokens = torch.zeros(rows * context, dtype=torch.int64, device=device)
         self.targets = torch.full((rows * context,), IGNORE, dtype=torch.int64, device=device)
         self.cu_seqlens = torch.full((slots + 1,), rows * context, dtype=torch.int32, device=device)
@@ -62,6 +65,16 @@ class TrainStep:
         self.loss += loss.detach()
         self.optimizer.accumulate()
 
+    def update(self) -> Tensor:
+        """The optimizer's step, if the guard lets it. Returns the gradient norm before clipping."""
+        guard = self.guard
+        if guard is None:
+            return self.optimizer.step(self.rate)
+        guard.limits()
+        norm = self.optimizer.step(self.rate, allowed=guard.allowed(self.loss), norm_limit=guard.norm_limit)
+        guard.record(self.loss, norm, self.optimizer.accepted)
+        return norm
+
     def run(self, batch: GlobalBatch, rate: float) -> tuple[Tensor, Tensor]:
         """One step at learning rate `rate`.
 
@@ -77,6 +90,6 @@ class TrainStep:
         with self.stance():
             for micro_batch in batch.micro_batches:
                 self.micro_batch(micro_batch)
-            norm = self.optimizer.step(self.rate)
+            norm = self.update()
         self.stance = self.after_first
         return self.loss.clone(), norm

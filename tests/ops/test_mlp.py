@@ -54,7 +54,9 @@ def test_traced_in_one_graph_with_its_gradients(precision):
 def test_on_a_gpu_within_its_bounds_called_and_compiled(precision):
     torch.manual_seed(0)
     sizes = [(4096, 512), (2048, 512), (512, 2048), (4096, 512)]
-    *inputs, weight = (torch.randn(*size, device="cuda") / size[1] ** (0.5 * (0 < i < 3)) for i, size in enumerate(sizes))
+    *inputs, weight = (
+        torch.randn(*size, device="cuda") / size[1] ** (0.5 * (0 < i < 3)) for i, size in enumerate(sizes)
+    )
     want = output_and_gradients(squared_relu_mlp_reference, inputs, weight)
     half = [x.bfloat16() for x in inputs]
 

@@ -1,5 +1,6 @@
 """One step of the whole optimizer: blocks, accumulation, clipping, masking, compute copies, recording."""
 
+import math
 from typing import Any
 
 import pytest
@@ -160,6 +161,33 @@ def test_a_gradient_that_is_not_finite_changes_nothing(rule: str, bad: float) ->
     before, after = everything(clean), everything(opt)
     before.pop("skipped"), after.pop("skipped")
     assert_equal(before, after)
+    assert opt.state()["step"] == 5
+
+
+@pytest.mark.parametrize("rule", list(SETTINGS))
+def test_a_step_that_is_not_allowed_or_over_its_limit_changes_nothing(rule: str) -> None:
+    opt = optimizer(parameters(torch.bfloat16), SETTINGS[rule])
+    train(opt, range(3))
+    before = everything(opt)
+    norm = torch.tensor(0.0)
+    for limits in (
+        {"allowed": torch.tensor(False)},
+        {"norm_limit": torch.tensor(0.0)},
+        {"allowed": torch.tensor(False), "norm_limit": torch.tensor(math.inf)},
+    ):
+        set_gradients(opt.params, 3)
+        opt.accumulate()
+        norm = opt.step(0.02, **limits)
+        assert norm.isfinite() and norm > 0 and not opt.accepted
+    after = everything(opt)
+    assert before.pop("skipped") == 0 and after.pop("skipped") == 3
+    assert_equal(before, after)
+    # At the limit is not over it, and limits are of one step.
+    for limits in ({"allowed": torch.tensor(True), "norm_limit": norm}, {}):
+        set_gradients(opt.params, 3)
+        opt.accumulate()
+        opt.step(0.02, **limits)
+        assert opt.accepted
     assert opt.state()["step"] == 5
 
 

@@ -36,7 +36,7 @@ def test_a_plan_of_any_length_costs_nothing():
 def test_a_last_step_is_whole():
     made = make_plan(TrainSettings(tokens=1000, batch_tokens=256, micro_batch_tokens=128), OptimSettings(lr=1.0),
                      CheckpointSettings(), context=64)  # fmt: skip
-    assert (made.steps, made.tokens, made.grad_accum, made.micro_batch_rows) == (4, 1024, 2, 2)
+    assert (made.steps, made.tokens, made.grad_accum, made.micro_batch_tokens) == (4, 1024, 2, 128)
 
 
 @pytest.mark.parametrize(

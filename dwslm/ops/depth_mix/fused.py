@@ -225,9 +225,9 @@ def _close_save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None
 
 
 def _close_differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor, Tensor, None]:
-    rows, pairs = grads[2 : 2 + ctx.readers], grads[2 + ctx.readers :]
-    assert all(x is not None for x in (*rows, *pairs)), "a reader of this block has no gradient"
-    return *_close_backward(*ctx.saved_tensors, [x.contiguous() for x in rows], [x.contiguous() for x in pairs]), None
+    handed = [x.contiguous() for x in grads[2:] if x is not None]
+    assert len(handed) == 2 * ctx.readers, "a reader of this block has no gradient"
+    return *_close_backward(*ctx.saved_tensors, handed[: ctx.readers], handed[ctx.readers :]), None
 
 
 _close.register_autograd(_close_differentiate, setup_context=_close_save)
