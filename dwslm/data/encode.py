@@ -3,7 +3,9 @@
 import hashlib
 import heapq
 import json
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,14 +104,15 @@ def clean(text: str, strip_control: bool) -> tuple[str, int]:
 class SampleTexts:
     """The texts with the lowest hashes of their ids, as many as `max_bytes` of UTF-8 hold (one at least).
 
-    Memory for the sample alone; the order of the documents makes no difference.
+    They wait in a temporary file, so that the trainer has the memory to itself. The order of the documents makes no difference.
     """
 
     def __init__(self, max_bytes: int):
         self.max_bytes = max_bytes
         self.limit = 1.0
         """Lowest hash that did not fit; nothing from there on can belong to the sample."""
-        self._heap: list[tuple[float, str, int]] = []  # (-hash, text, bytes): the highest hash on top
+        self._heap: list[tuple[float, int, int]] = []  # (-hash, place in the file, bytes): the highest hash on top
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  open until `take` has read it
         self.size = 0
         """Bytes of the texts so far."""
 
@@ -117,19 +120,22 @@ class SampleTexts:
         """Add a text of this hash, which may push out others, or itself."""
         if key >= self.limit:
             return
-        size = len(text.encode("utf-8"))
-        heapq.heappush(self._heap, (-key, text, size))
-        self.size += size
+        encoded = text.encode("utf-8")
+        heapq.heappush(self._heap, (-key, self._file.seek(0, os.SEEK_END), len(encoded)))
+        self._file.write(encoded)
+        self.size += len(encoded)
         while self.size > self.max_bytes and len(self._heap) > 1:
             negative, _, length = heapq.heappop(self._heap)
             self.size -= length
             self.limit = -negative
 
     def take(self) -> Iterator[str]:
-        """The texts by hash, each given away: nothing is left here."""
-        self._heap.sort()
-        while self._heap:
-            yield self._heap.pop()[1]
+        """The texts by hash. Nothing is left here."""
+        for _, place, size in sorted(self._heap, reverse=True):
+            self._file.seek(place)
+            yield self._file.read(size).decode("utf-8")
+        self._heap.clear()
+        self._file.close()
 
 
 class ChunkWork:

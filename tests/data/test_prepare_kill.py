@@ -53,9 +53,9 @@ def test_killed_at_random_and_run_again(tmp_path, text, way, trials):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_killed_20_times_and_run_again(tmp_path, text, way):
-    kill_and_repeat(tmp_path, text, way, 20, seed=f"{way} 20")
+@pytest.mark.parametrize(("way", "trials"), [("given", 20), ("split", 5), ("alone", 5)])
+def test_killed_many_times_and_run_again(tmp_path, text, way, trials):
+    kill_and_repeat(tmp_path, text, way, trials, seed=f"{way} {trials}")
 
 
 def test_workers_end_with_their_parent(tmp_path, text):
