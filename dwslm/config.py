@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dwslm.data.mixture import MixtureSettings, Past
 from dwslm.data.packing_settings import PackingSettings
+from dwslm.data.prepare_settings import SAMPLE_DATA
 from dwslm.data.stochastok import StochasTokSettings
 from dwslm.evaluate.bits_per_byte import EvalSettings
 from dwslm.evaluate.spelling import SpellingSettings
@@ -32,7 +33,6 @@ from dwslm.train.guard import GuardSettings
 from dwslm.train.settings import TrainSettings
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-SAMPLE_DATA = "data/sample"
 
 # Settings whose keys are the user's own.
 DICTIONARIES = ("data.mixture.weights", "data.mixture.max_epochs", "data.mixture.rephrased")

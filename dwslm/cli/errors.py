@@ -9,9 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dwslm.config import CONFIG_ERRORS, explain
-from dwslm.train.signals import EXIT_CODE, Preempted
-
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -33,11 +30,15 @@ def one_line_errors() -> Iterator[None]:
     """
     try:
         yield
-    except Preempted:
+    except _preempted():
+        from dwslm.train.signals import EXIT_CODE
+
         sys.exit(EXIT_CODE)
     except KeyboardInterrupt:
         sys.exit(130)
-    except CONFIG_ERRORS as error:
+    except _config_errors() as error:
+        from dwslm.config import explain
+
         fail(explain(error))
     except OSError as error:
         # Python's own words name the file too; one without a name tells the user nothing.
@@ -48,6 +49,21 @@ def one_line_errors() -> Iterator[None]:
         if not raised_by_us(error):
             raise
         fail(str(error))
+
+
+# Imported once something has gone wrong: with them comes PyTorch, 0.2 GB and a second that preparing data can do without.
+
+
+def _preempted() -> type[BaseException]:
+    from dwslm.train.signals import Preempted
+
+    return Preempted
+
+
+def _config_errors() -> tuple[type[BaseException], ...]:
+    from dwslm.config import CONFIG_ERRORS
+
+    return CONFIG_ERRORS
 
 
 def run_hydra(main: Callable[[], object]) -> None:

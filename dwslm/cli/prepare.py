@@ -17,10 +17,9 @@ from rich.text import Text
 
 from dwslm.cli.errors import make_console
 from dwslm.cli.settings import field_docs
-from dwslm.config import SAMPLE_DATA
 from dwslm.data.merge import merge
 from dwslm.data.prepare import prepare, prepare_tokenizer
-from dwslm.data.prepare_settings import PrepareSettings
+from dwslm.data.prepare_settings import SAMPLE_DATA, PrepareSettings
 from dwslm.data.readers import FieldSettings
 from dwslm.data.sample import Done
 

@@ -8,7 +8,6 @@ import textwrap
 import typing
 from typing import Any
 
-from dwslm.config import RunConfig, ScoreConfig
 from dwslm.data.prepare_settings import PrepareSettings
 
 
@@ -23,6 +22,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def document() -> str:
     """The whole of docs/settings.md, made from the dataclasses themselves."""
+    from dwslm.config import RunConfig, ScoreConfig  # PyTorch comes with them
+
     parts = [
         "# Settings\n",
         "Made by `dwslm settings > docs/settings.md` from the code; a test keeps it current. "

@@ -18,6 +18,10 @@ DECONTAMINATE = ("off", "report", "remove")
 _EDGE = 1 << 20
 
 
+SAMPLE_DATA = "data/sample"
+"""Where the sample that ships with the code goes."""
+
+
 @dataclass
 class PrepareSettings:
     """What to read, how to tokenize it and where to put it."""

@@ -1,6 +1,7 @@
 """`dwslm prepare` and `dwslm data` as a user types them."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -77,3 +78,10 @@ def test_progress_lines(monkeypatch):
     line = clock.figures(Done("tokenize", 4000, 55_000_000, 0.6))
     assert line == "4,000 documents, 55.0 MB, 1.0 MB/s, 0:00:40 left"  # the last 30 seconds alone
     assert clock.figures(Done("merge", 1, 0, None)) == "1 documents, 0.0 MB"
+
+
+def test_preparing_does_without_pytorch():
+    """Its libraries would take 0.2 GB beside a tokenizer's training."""
+    code = "import sys\nfrom dwslm.cli import main\ntry: main()\nexcept SystemExit: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "prepare", "--help"], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
