@@ -15,6 +15,8 @@ SYNC_SECONDS = 30.0
 LIMIT = 10_000
 """Lines that may wait. So many wait only where the disk has refused or blocked for hours."""
 RETRY_SECONDS = 1.0
+PATIENCE = 3
+"""Refusals in a row that a caller sits out: a disk that is full for a moment must not end a run."""
 
 
 class Lines:
@@ -108,14 +110,15 @@ class Spool:
     def flush(self) -> None:
         """Returns once all that was put before is on disk.
 
-        Raises OSError, one line with the file's name, where the disk refuses. The lines are kept all the same, and tried again.
+        Raises OSError, one line with the file's name, where the disk refuses `PATIENCE` times. The lines are kept all the
+        same, and tried again.
         """
         with self._change:
             target, failures = self._put, self._failures
             self._wanted = max(self._wanted, target)
             self._wake.set()
             while self._synced < target:
-                if self._failures > failures and self._error is not None:
+                if self._failures - failures >= PATIENCE and self._error is not None:
                     raise self._error
                 self._change.wait()
 
