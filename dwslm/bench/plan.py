@@ -45,8 +45,8 @@ def make_plan(request: Request, catalogue: list[dict[str, Any]]) -> list[Job]:
     """All rows of a request, the most important ones first.
 
     First every case at the first size and the longest context, recorded; then the other numbers of tokens; the other contexts;
-    the other numbers of heads. Then what is `late` of the first size; contexts and heads at the other numbers of tokens; and what
-    is late of the rest.
+    what is `late` of the first size; the other numbers of heads; contexts and heads at the other numbers of tokens; and what is
+    late of the rest.
     """
     first, *more = request.tokens[:1] if request.quick else request.tokens
     longest, *shorter = sorted(request.contexts, reverse=True)
@@ -63,7 +63,7 @@ def make_plan(request: Request, catalogue: list[dict[str, Any]]) -> list[Job]:
     quick = [[job for job in stage if not late(job, longest)] for stage in stages]
     tuned = [[job for job in stage if late(job, longest) and job.engine in TUNED] for stage in stages]
     built = [[job for job in stage if late(job, longest) and job.engine not in TUNED] for stage in stages]
-    order = [*quick[:4], tuned[0], built[0], quick[4], quick[5], tuned[2], built[2], tuned[1], tuned[3]]
+    order = [*quick[:3], tuned[0], built[0], *quick[3:], tuned[2], built[2], tuned[1], tuned[3]]
     order += [built[1], built[3], tuned[4], built[4], tuned[5], built[5]]
     return [job for stage in order for job in stage]
 

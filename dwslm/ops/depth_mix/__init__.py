@@ -19,15 +19,18 @@ def check_name(engine: str) -> None:
 
 
 def resolve(engine: str, device: torch.device) -> str:
-    """Name of the engine that `engine` stands for: `auto` is "torch", since "fused" has not been run on a GPU yet.
+    """Name of the engine that `engine` stands for: `auto` is "fused" on a GPU with Triton and "torch" elsewhere.
 
     Raises:
         ValueError: where a named engine cannot be had.
     """
     check_name(engine)
-    if engine == "fused" and not (device.type == "cuda" and HAS_TRITON):
+    fits = device.type == "cuda" and HAS_TRITON
+    if engine == "fused" and not fits:
         raise ValueError(f"depth engine 'fused' needs a GPU and Triton (it comes with torch there), not {device}")
-    return "torch" if engine == "auto" else engine
+    if engine == "auto":
+        return "fused" if fits else "torch"
+    return engine
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
