@@ -27,7 +27,7 @@ demo: $(VENV)/.installed
 	@$(VENV)/bin/dwslm demo
 
 test: $(VENV)/.installed
-	@$(VENV)/bin/python -m pytest
+	@$(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal
 
 lint: $(VENV)/.installed
 	@$(VENV)/bin/ruff check .
@@ -36,6 +36,7 @@ lint: $(VENV)/.installed
 
 faults: $(VENV)/.installed
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.faults.matrix --out docs/results/faults.md
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.runs.matrix --out docs/results/faults-runs.md
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

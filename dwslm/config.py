@@ -29,6 +29,7 @@ from dwslm.optim.settings import OptimSettings
 from dwslm.runs.queue_pairs import ProxySettings
 from dwslm.runs.track import TrackSettings
 from dwslm.train.checkpoint import CheckpointSettings
+from dwslm.train.distributed import RankSettings
 from dwslm.train.guard import GuardSettings
 from dwslm.train.settings import TrainSettings
 
@@ -45,12 +46,15 @@ RESUMABLE = (
     "runs_dir",
     "data.path",
     "data.verify",
+    "data.allow_held_out_copies",
     "train.tokens",
     "train.log_every",
     "train.eval_every_tokens",
     "train.eval_documents",
     "train.prefetch",
     "train.device",
+    "train.micro_batch_tokens",
+    "ranks.",
     "checkpoint.",
     "guard.sigma",
     "guard.off_for",
@@ -79,6 +83,9 @@ class DataSettings:
     """How rows are filled."""
     stochastok: StochasTokSettings = field(default_factory=StochasTokSettings)
     """Tokens split at random in training text."""
+    allow_held_out_copies: bool = False
+    """Train although texts of held-out documents stand in the training text under other ids; a note says how many. Without
+    it such data are refused. `dwslm prepare --dedup` leaves them out."""
     past: list[Past] = field(default_factory=list)
     """Mixtures that a branch's beginning was trained with. `branch=` fills this in."""
 
@@ -108,6 +115,8 @@ class RunConfig:
     """Optimizer, rate and schedule."""
     train: TrainSettings = field(default_factory=TrainSettings)
     """Training loop."""
+    ranks: RankSettings = field(default_factory=RankSettings)
+    """Several processes that train together."""
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     """Saving."""
     guard: GuardSettings = field(default_factory=GuardSettings)

@@ -1,5 +1,6 @@
 """What every test shares: one thread, fixed seeds, and GPU cases that skip by themselves."""
 
+import os
 import random
 from pathlib import Path
 
@@ -13,9 +14,17 @@ from tests.tiny_data import make_tiny_data
 # One thread: sums come out in the same order on every machine, and small tensors are quicker.
 torch.set_num_threads(1)
 
+MOST_PROCESSES = 8  # each has PyTorch and starts processes of its own
+
 # Examples are derived from the test itself, so that a failure elsewhere is a failure here.
 hypothesis.settings.register_profile("dwslm", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("dwslm")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes for `--numprocesses auto`: one for each core, but a GPU is used by one test at a time."""
+    return 0 if torch.cuda.is_available() else min(MOST_PROCESSES, os.cpu_count() or 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -73,10 +73,11 @@ def _case(shape: Shape, window: int | None, dtype: torch.dtype, device: torch.de
             Engine("flash", make(own, "flash"), ask=True),
             Engine(
                 "cudnn",
-                make(others.cudnn, scale, window),
+                make(own, "cudnn"),
                 "cudnn",
                 "pip install 'dwslm[gpu]'",
-                ask=True,
+                repeatable=False,
+                same_bits=False,
                 new_slots="graph",
                 patience=60,
             ),

@@ -1,14 +1,15 @@
-"""Passes over memory with hardly any arithmetic: the residual stream's norm, and rotary positions."""
+"""Passes over memory with hardly any arithmetic: the residual stream's norm, and QK-norm with rotary positions."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from dwslm.bench.case import Case, Cost, Engine, Shape, compiled
+from dwslm.bench.case import Case, Cost, Engine, Run, Shape, compiled
 from dwslm.bench.work import Work
-from dwslm.model.rotary import RopeSettings, Rotary, rotation_frequencies
 from dwslm.ops.norm import rms_norm
+from dwslm.ops.qk_norm_rope import qk_norm_rope, resolve
+from dwslm.ops.qk_norm_rope.reference import qk_norm_rope_reference
 from dwslm.ops.segments import Segments
 
 EPS = 1e-6
@@ -60,57 +61,60 @@ def norm_cases(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[C
 
 def rope_cases(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Case]:
     heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
-    rope = RopeSettings()
-    frequencies = rotation_frequencies(dim, rope).to(device)
+    columns = (heads + 2 * kv_heads) * dim
 
     def draw(tokens: int, kind: str, generator: torch.Generator) -> list[Tensor]:
-        return [
-            torch.randn(tokens, n, dim, device=generator.device, generator=generator).to(dtype)
-            for n in (heads, kv_heads)
-        ]
+        x = torch.randn(tokens, columns, device=generator.device, generator=generator).to(dtype)
+        # Angles out of the blue: which token has which is up to who makes the tables, once a batch.
+        angle = 6.28 * torch.rand(tokens, 1, dim // 2, device=generator.device, generator=generator)
+        return [x, angle.cos(), angle.sin()]
 
     def reference(inputs: Sequence[Tensor], cu_seqlens: Tensor) -> tuple[Tensor, ...]:
-        # Pairs as complex numbers, turned by position * theta^(-2i / dim).
-        positions = torch.cat(
-            [torch.arange(int(b - a), device=device) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
-        )
-        theta = rope.theta ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
-        angle = positions[:, None, None].double() * theta
-        turn = torch.polar(torch.ones_like(angle), angle)
-        out = []
-        for x in inputs:
-            a, b = x.double().chunk(2, dim=-1)
-            y = torch.complex(a, b) * turn
-            out.append(torch.cat([y.real, y.imag], dim=-1).float())
-        return tuple(out)
+        x, cos, sin = inputs
+        turn = torch.complex(cos.double(), sin.double())[:, 0]
+        return tuple(y.float() for y in qk_norm_rope_reference(x, turn, heads, kv_heads, eps=EPS))
 
-    def run(inputs: Sequence[Tensor], segments: Segments) -> tuple[Tensor, ...]:
-        rotary = Rotary(segments.positions, frequencies, 1.0)
-        return rotary.apply(inputs[0]), rotary.apply(inputs[1])
+    def run(name: str) -> Run:
+        def own(inputs: Sequence[Tensor], segments: Segments) -> tuple[Tensor, ...]:
+            x, cos, sin = inputs
+            return qk_norm_rope(x, cos, sin, heads, kv_heads, eps=EPS, engine=name)
+
+        return own
+
+    def fused() -> Run:
+        resolve("fused", device, dim)
+        return run("fused")
 
     def cost(work: Work) -> Cost:
-        """Each way: 3 operations an entry (two products and a sum), q and k in, the turned ones out. The tables are left out."""
-        n = float(work.tokens * (heads + kv_heads) * dim)
-        return Cost(3 * n, 6 * n, 2 * n * dtype.itemsize, 4 * n * dtype.itemsize)
+        """Of queries and keys: 3 operations an entry to turn it, 4 to normalise it; backward twice that and the norm again.
+        Bytes: forward the projection and both tables in, q, k and values out; backward three gradients, what was normalised and
+        the tables in, the projection's gradient out.
+        """
+        turned = float(work.tokens * (heads + kv_heads) * dim)
+        whole = float(work.tokens * columns)
+        tables = 4.0 * work.tokens * dim
+        forward = 2 * whole * dtype.itemsize + tables
+        return Cost(7 * turned, 25 * turned, forward, forward + (2 * whole + turned) * dtype.itemsize + tables)
 
     case = Case(
         op="rope",
-        name="tables, q and k",
+        name="qk norm + rotary",
         heads=heads,
-        inputs=("q", "k"),
-        tokenwise=(True, True),
-        learnt=(True, True),
-        outputs=("q turned", "k turned"),
+        inputs=("x", "cos", "sin"),
+        tokenwise=(True, True, True),
+        learnt=(True, False, False),
+        outputs=("q", "k", "v"),
         dtype=dtype,
         draw=draw,
         reference=reference,
         reference_name="complex products, float64",
         bound=BOUND,
-        gate_context=None,
+        packed=False,
         cost=cost,
         engines=(
-            Engine("compiled", lambda: compiled(run, device)),
-            Engine("eager", lambda: run),
+            Engine("fused", fused),
+            Engine("compiled", lambda: compiled(run("torch"), device)),
+            Engine("eager", lambda: run("torch")),
         ),
     )
     return [case]

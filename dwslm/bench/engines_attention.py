@@ -1,4 +1,4 @@
-"""Attention engines that training does not use: cuDNN through its frontend, FlashAttention-3 and -4. Imported when asked for."""
+"""Attention engines that training does not use: FlashAttention-3 and -4. Imported when asked for."""
 
 import importlib
 from collections.abc import Callable
@@ -15,41 +15,6 @@ Attend = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
 
 def as_run(attend: Attend) -> Run:
     return lambda inputs, segments: (attend(inputs[0], inputs[1], inputs[2], segments),)
-
-
-def cudnn(scale: float, window: int | None) -> Run:
-    """cuDNN's attention over packed segments ("THD"), by the operator of nvidia-cudnn-frontend that has a gradient.
-
-    Its graph is built for a number of slots, and built again for another. The backward pass wants the log-sum-exp padded to
-    slots x heads x context.
-
-    Raises:
-        ValueError: where the frontend cannot be imported or knows no such operator.
-    """
-    try:
-        importlib.import_module("cudnn.sdpa.fwd.torch_op")  # registers the operator
-    except (ImportError, OSError, AttributeError) as error:
-        raise ValueError(f"cuDNN frontend's attention cannot be imported ({error})") from error
-    sdpa = torch.ops.cudnn.sdpa_fwd
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-        cu_seqlens, context = segments.cu_seqlens, segments.context
-        out, _ = sdpa(
-            q,
-            k,
-            v,
-            scale,
-            is_causal=True,
-            window_left=-1 if window is None else window,  # keys that a query sees, itself included
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=context,
-            max_seqlen_kv=context,
-            return_lse=True,
-        )
-        return out
-
-    return as_run(attend)
 
 
 def flash_attention_3(scale: float, window: int | None) -> Run:

@@ -9,7 +9,7 @@ from torch import Tensor
 from dwslm.bench import engines_head as others
 from dwslm.bench.case import Case, Cost, Engine, Run, Shape, compiled
 from dwslm.bench.work import Work
-from dwslm.ops.loss_head import IGNORE, total_nats
+from dwslm.ops.loss_head import IGNORE, resolve, total_nats
 from dwslm.ops.loss_head.reference import token_nats_reference
 from dwslm.ops.segments import Segments
 
@@ -41,6 +41,7 @@ def cases(shape: Shape, dtype: torch.dtype, device: torch.device, targets: Targe
     def own(name: str) -> Run:
         if name == "compiled" and device.type != "cuda":
             raise ValueError("compiled engines are measured on a GPU only")
+        resolve(name, device)
 
         def run(inputs: Sequence[Tensor], segments: Segments) -> tuple[Tensor, ...]:
             hidden, weight, targets = inputs
@@ -65,6 +66,7 @@ def cases(shape: Shape, dtype: torch.dtype, device: torch.device, targets: Targe
         packed=False,
         cost=lambda work: cost(work, width, vocab, dtype),
         engines=(
+            Engine("fused", make(own, "fused")),
             Engine("compiled", make(own, "compiled"), patience=60),
             Engine("whole_compiled", lambda: compiled(others.whole(softcap), device), patience=60),
             Engine("torch", make(own, "torch")),

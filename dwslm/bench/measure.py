@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dwslm.bench import attention, delta_rule, elementwise, head, mlp, newton_schulz, optimizer_step, short_conv
+from dwslm.bench import attention, delta_rule, elementwise, gates, head, mlp, newton_schulz, optimizer_step, short_conv
 from dwslm.bench.case import Case, Engine, Run, draw_upstream, leaves, values_and_gradients
 from dwslm.bench.figures import blank_row, fill_figures
 from dwslm.bench.gate import Truth, check, check_plain, check_size, make_truth
@@ -80,6 +80,7 @@ class Bench:
             *mlp.cases(*arguments),
             *head.cases(*arguments, self.targets),
             *short_conv.cases(*arguments),
+            *gates.cases(*arguments),
             *elementwise.norm_cases(*arguments),
             *elementwise.rope_cases(*arguments),
             *newton_schulz.cases(self.shape, self.device),

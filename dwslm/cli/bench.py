@@ -15,13 +15,16 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from dwslm.cli import bench_report
+from dwslm.cli import bench_report, bench_step
 from dwslm.cli.errors import make_console
 from dwslm.cli.find import commit
 from dwslm.cli.prepare import prepare_sample
 from dwslm.config import SAMPLE_DATA
 
-OPS = ("attention", "delta_rule", "mlp", "head", "short_conv", "norm", "rope", "newton_schulz", "optimizer")
+OPS = (
+    "attention", "delta_rule", "mlp", "head", "short_conv", "delta_gate", "gated_norm", "norm", "rope", "newton_schulz",
+    "optimizer",
+)  # fmt: skip
 PACKAGES = ("dwslm", "torch", "triton", "numpy", "fla-core", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13", "apache-tvm-ffi",
             "flash-attn", "flash-attn-4", "flash-qla", "cut-cross-entropy", "transformer-engine", "nvidia-ml-py")  # fmt: skip
 CPU_SIZES: dict[str, Any] = {"tokens": [2048], "contexts": [256, 1024], "heads": [2, 4]}
@@ -45,6 +48,7 @@ def add_parser(commands: Any) -> None:
     add_run(verbs.add_parser("day0", help="all operations, in 10 minutes or less"), list(OPS))
     for op in OPS:
         add_run(verbs.add_parser(op, help=f"the operation {op} alone"), [op])
+    bench_step.add_arguments(verbs.add_parser("step", help="whole training steps of one or several builds"))
     report = verbs.add_parser("report", help="benchmark JSON as Markdown and one HTML file")
     bench_report.add_arguments_report(report)
     report.set_defaults(run=bench_report.run_report)

@@ -3,6 +3,7 @@
 import argparse
 
 from dwslm.cli.errors import make_console
+from dwslm.page import bench_step, bench_step_page
 from dwslm.page.bench_compare import compare_files, lines
 from dwslm.page.bench_page import write
 
@@ -12,7 +13,10 @@ def add_arguments_report(parser: argparse.ArgumentParser) -> None:
         "files", nargs="+", metavar="FILE.json", help="what `dwslm bench` wrote: one run, or pieces of one"
     )
     parser.add_argument(
-        "--out", required=True, metavar="DIR", help="folder for report.md and report.html; made if missing"
+        "--out",
+        required=True,
+        metavar="DIR",
+        help="folder for report.md and report.html (of steps: step.md, .html and one joined .json); made if missing",
     )
 
 
@@ -36,7 +40,8 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 def report(files: list[str], out: str) -> None:
     console = make_console()
-    for path in write(files, out):
+    steps = any(bench_step.is_step(file) for file in files)
+    for path in bench_step_page.write(files, out) if steps else write(files, out):
         console.print(str(path), markup=False, highlight=False)
 
 

@@ -11,10 +11,9 @@ from rich.console import Console
 
 from dwslm.cli.errors import make_console
 from dwslm.cli.find import open_split
-from dwslm.cli.plan_data import describe_plan, open_stream, show_plan
+from dwslm.cli.plan_data import describe_plan, open_data, open_stream, show_plan
 from dwslm.config import CONFIGS, RunConfig, register, to_object
 from dwslm.data.describe import check_epochs, share_errors
-from dwslm.data.held_out import check_held_out
 from dwslm.data.loader import Loader
 from dwslm.train.plan import Plan, make_plan
 from dwslm.train.report import count, facts
@@ -57,8 +56,7 @@ def run_mix(arguments: argparse.Namespace) -> int:
     plan = make_plan(
         config.train, config.optim, config.checkpoint, packing.context, config.optim.lr or 0.0, packing.ladder
     )
-    train, valid = open_split(config.data, "train"), open_split(config.data, "valid")
-    check_held_out(train, valid)
+    train, _ = open_data(config, console)
     cache = Path(arguments.cache) if arguments.cache else train.path
 
     started = time.perf_counter()
@@ -95,9 +93,10 @@ def measure(config: RunConfig, plan: Plan, cache: Path | None) -> dict[str, floa
 
     Returns seconds to the first batch, with the dataset opened anew and the rows counted before; for each context the
     tokens that were packed and ready, in a second and in a second of processor time (another process on the same core
-    makes the two differ); and the memory in MB of this process, and that which the loader has added.
+    makes the two differ); and the memory in MiB of this process, which is more than a loader needs, and that which the
+    loader has added.
     """
-    before, started = _resident_mb(), time.perf_counter()
+    before, started = _resident_mib(), time.perf_counter()
     stream = open_stream(config, plan, open_split(config.data, "train"), cache)
     figures: dict[str, float] = {}
     for first_row, leg in zip(stream.first_rows, stream.legs, strict=True):
@@ -114,7 +113,7 @@ def measure(config: RunConfig, plan: Plan, cache: Path | None) -> dict[str, floa
             served = steps * plan.batch_tokens
             figures[f"tokens_per_second_{leg.context}"] = served / (time.perf_counter() - began)
             figures[f"tokens_per_processor_second_{leg.context}"] = served / (time.process_time() - processor)
-    return figures | {"resident_mb": _resident_mb(), "loader_mb": _resident_mb() - before}
+    return figures | {"resident_mib": _resident_mib(), "loader_mib": _resident_mib() - before}
 
 
 def _said_shares(errors: list[dict[str, Any]]) -> dict[str, str]:
@@ -125,8 +124,8 @@ def _said_shares(errors: list[dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def _resident_mb() -> float:
-    """Memory of this process that is resident, 0 where the system does not say."""
+def _resident_mib() -> float:
+    """Memory of this process that is resident, in MiB, 0 where the system does not say."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.is_file() else []
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS")), 0.0)
@@ -144,5 +143,5 @@ def _said(figures: dict[str, float]) -> dict[str, str]:
             said[f"context {int(context):,}"] = (
                 f"{count(figure)} tokens a second packed and ready, {count(processor)} a second of processor time"
             )
-    memory = f"{figures['resident_mb']:.0f} MB resident, {figures['loader_mb']:.0f} MB of it since the loader began"
+    memory = f"{figures['resident_mib']:.0f} MiB resident, {figures['loader_mib']:.0f} MiB of it since the loader began"
     return said | {"memory": memory}

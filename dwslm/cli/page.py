@@ -12,7 +12,7 @@ from dwslm.page.export import export
 from dwslm.page.server import LOOPBACK, PageServer, is_loopback
 from dwslm.page.site import Site
 
-RUNS, DECISIONS, PORT = "runs", "results/decisions.toml", 8250
+RUNS, DECISIONS, QUEUE, PORT = "runs", "results/decisions.toml", "queue", 8250
 
 
 def add_parser(commands: Any) -> None:
@@ -42,10 +42,13 @@ def add_parser(commands: Any) -> None:
                        help="a host name under which browsers will ask for it (again for more)")  # fmt: skip
     serve.set_defaults(run=run_serve)
     for verb in (write, serve):
-        verb.add_argument("--runs", default=RUNS, metavar="DIR", help="folder of runs; default %(default)s")
+        verb.add_argument(
+            "--runs", "--runs-dir", default=RUNS, metavar="DIR", help="folder of runs; default %(default)s"
+        )
         verb.add_argument(
             "--decisions", metavar="FILE", help=f"results and decisions; default {DECISIONS}, if it is there"
         )
+        verb.add_argument("--queue", metavar="DIR", help=f"folder of the queue; default {QUEUE}, if it is there")
 
 
 def decisions_file(arguments: argparse.Namespace) -> str | None:
@@ -54,9 +57,17 @@ def decisions_file(arguments: argparse.Namespace) -> str | None:
     return DECISIONS if Path(DECISIONS).is_file() else None
 
 
+def queue_folder(arguments: argparse.Namespace) -> str | None:
+    if arguments.queue is not None:
+        return str(arguments.queue)
+    return QUEUE if Path(QUEUE, "log").is_dir() else None
+
+
 def run_export(arguments: argparse.Namespace) -> None:
     started = time.monotonic()
-    done = export(arguments.runs, arguments.out, decisions_file(arguments), now=time.time())
+    done = export(
+        arguments.runs, arguments.out, decisions_file(arguments), now=time.time(), queue=queue_folder(arguments)
+    )
     seconds = time.monotonic() - started
     text = f"{done.index}: {done.runs} runs, {done.made} of them drawn anew, {seconds:.1f} s"
     make_console().print(Text(text), highlight=False)
@@ -76,7 +87,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
         )
     if not Path(arguments.runs).is_dir():
         raise ValueError(f"no folder of runs at {arguments.runs}; give it with --runs DIR")
-    site = Site(arguments.runs, decisions_file(arguments))
+    site = Site(arguments.runs, decisions_file(arguments), queue_folder(arguments))
     names = LOOPBACK | frozenset(name.lower() for name in arguments.name)
     console = make_console()
     try:

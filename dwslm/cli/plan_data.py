@@ -8,8 +8,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text as Line
 
+from dwslm.cli.find import open_split
 from dwslm.config import RunConfig
 from dwslm.data.describe import check_epochs, describe
+from dwslm.data.held_out import check_held_out
 from dwslm.data.packing import RowStream
 from dwslm.data.shards import Dataset
 from dwslm.data.stochastok import split_table
@@ -21,13 +23,25 @@ from dwslm.train.report import data_table, rung_table
 SAY_EVERY = 10.0  # seconds between two lines where the output is no terminal
 
 
+def open_data(config: RunConfig, console: Console) -> tuple[Dataset, Dataset]:
+    """The training and the held-out text of a run, held against each other.
+
+    Raises:
+        ValueError: for data that isn't there or is damaged, and for held-out documents in the training text.
+    """
+    train, valid = open_split(config.data, "train"), open_split(config.data, "valid")
+    if said := check_held_out(train, valid, allow_copies=config.data.allow_held_out_copies):
+        console.print(Line(f"note: {said}"))
+    return train, valid
+
+
 def open_stream(config: RunConfig, plan: Plan, train: Dataset, cache_dir: Path | None) -> RowStream:
     """The rows of the run.
 
     Raises:
         ValueError: for a mixture, packing or ladder that the dataset can't serve.
     """
-    proportion, seed = config.data.stochastok.proportion, config.train.seed
+    proportion, seed = config.data.stochastok.splits_per_token, config.train.seed
     table = None
     if proportion:
         table = split_table(load_tokenizer(Path(config.data.path) / "tokenizer.json"))
@@ -84,7 +98,10 @@ def show_plan(description: dict[str, Any], micro_batch_tokens: int, console: Con
 
 
 def show_warnings(description: dict[str, Any], console: Console) -> None:
-    """Prints what the user should hear of a plan. Raises as `show_plan` does."""
+    """Prints what the user should hear of a plan beside the tables. Raises as `show_plan` does."""
+    if splits := description["stochastok"]:
+        more = f"so documents have {splits:.0%} more tokens, and the same text"
+        console.print(Line(f"StochasTok: {splits:g} splits a token, {more}"))
     for warning in description["warnings"]:
         console.print(Line(f"note: {warning}"))
     check_epochs(description)

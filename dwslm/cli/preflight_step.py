@@ -96,7 +96,10 @@ def whole_step(config: RunConfig, built: Built, rung: int) -> Callable[[], None]
         batch = next(loader)
     shape = batch.micro_batches[0]
     rows, slots = len(shape.tokens) // shape.context, len(shape.cu_seqlens) - 1
-    step = TrainStep(built.model, built.optimizer, rows, shape.context, slots, compile=config.train.compile)
+    settings = config.train
+    step = TrainStep(
+        built.model, built.optimizer, rows, shape.context, slots, compile=settings.compile, record=settings.record
+    )
 
     def once() -> None:
         step.run(batch, plan.rate(0))[0].item()

@@ -17,11 +17,13 @@ from rich.text import Text
 
 from dwslm.cli.errors import make_console
 from dwslm.cli.settings import field_docs
+from dwslm.data.held_out import check_held_out
 from dwslm.data.merge import merge
 from dwslm.data.prepare import prepare, prepare_tokenizer
 from dwslm.data.prepare_settings import SAMPLE_DATA, PrepareSettings
 from dwslm.data.readers import FieldSettings
 from dwslm.data.sample import Done
+from dwslm.data.shards import open_dataset
 
 SAMPLE = Path(__file__).resolve().parents[2] / "sample"
 RATE_SECONDS = 30.0  # over which rates are taken
@@ -206,6 +208,10 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         console.print(Text(line))
     for bad in summary["bad"]:
         console.print(Text(f"left out: {bad['place']}: {bad['reason']}"))
+    if summary["train"]["documents"] and summary["valid"]["documents"]:  # a piece may lack one of them
+        out = Path(summary["out"])
+        if said := check_held_out(open_dataset(out / "train"), open_dataset(out / "valid"), allow_copies=True):
+            console.print(Text(f"note: {said}. A run refuses such data: prepare with --dedup to leave them out"))
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:

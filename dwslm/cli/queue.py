@@ -17,7 +17,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from dwslm.cli import queue_search, queue_slurm
 from dwslm.cli.errors import make_console
@@ -25,6 +24,7 @@ from dwslm.cli.find import REPOSITORY
 from dwslm.cli.queue_add import new_id, runs_of, score_of
 from dwslm.cli.queue_job import Place, saved_of
 from dwslm.cli.run import VISIBLE, visible
+from dwslm.cli.runs_tables import said
 from dwslm.machine.boot import boot_id
 from dwslm.machine.health import list_gpus
 from dwslm.machine.lease import Lease
@@ -138,7 +138,7 @@ def list_jobs(arguments: argparse.Namespace) -> None:
         told = "" if score is None else f"{score:.4f}"
         why = textwrap.shorten(standing[1], WHY_CHARACTERS, placeholder=" …")
         cells = (job.id, job.spec.name, standing[0], job.spec.gpus, job.spec.priority, job.starts, told, why)
-        table.add_row(*(Text(str(cell)) for cell in cells))
+        table.add_row(*(said(str(cell)) for cell in cells))
     make_console().print(table)
 
 
@@ -264,12 +264,12 @@ def show_job(queue: Queue, job: Job, console: Console) -> None:
     table = Table(title=job.id, title_justify="left", show_header=False)
     for name, value in facts.items():
         if value:
-            table.add_row(name, Text(value))
+            table.add_row(name, said(value))
     console.print(table)
     for _, event in queue.log_of(job.id):
         told = {key: value for key, value in event.items() if key not in ("event", "time", "job", "claim") and value}
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(event["time"]))
-        console.print(Text(f"{when}  {event['event']}  " + ", ".join(f"{key} {value}" for key, value in told.items())))
+        console.print(said(f"{when}  {event['event']}  " + ", ".join(f"{key} {value}" for key, value in told.items())))
 
 
 def show_test(queue: Queue, specs: Sequence[JobSpec], console: Console) -> None:
@@ -294,9 +294,9 @@ def show_test(queue: Queue, specs: Sequence[JobSpec], console: Console) -> None:
             )
         mean = f"{sum(scores) / len(scores):.4f}" if scores else ""
         apart = f"{max(scores) - min(scores):.4f}" if len(scores) > 1 else ""
-        table.add_row(*(Text(cell) for cell in (str(arm), *cells, mean, apart)))
+        table.add_row(*(said(cell) for cell in (str(arm), *cells, mean, apart)))
     console.print(table)
     records = {(str(s.arm), int(s.seed or 0)): runs[s.id].record for s in specs if s.id in runs}
     varies = [name for s in specs if s.config for name in s.config["proxy"]["varies"]]
     for told in unpaired_runs(records, varies):
-        console.print(Text(f"not paired: {told}"), style="bold red")
+        console.print(said(f"not paired: {told}"), style="bold red")

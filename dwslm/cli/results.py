@@ -5,10 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
 from dwslm.cli.errors import make_console
-from dwslm.cli.runs_tables import table, verdict_view
+from dwslm.cli.runs_tables import said, table, verdict_view
 from dwslm.runs.decisions import Decision, check, load
 from dwslm.runs.figures import value
 from dwslm.runs.folder import list_runs, open_run
@@ -30,7 +28,7 @@ def add_parser(commands: Any) -> None:
         return added
 
     def file(added: argparse.ArgumentParser) -> None:
-        added.add_argument("--file", default=DECISIONS, metavar="FILE", help="default %(default)s")
+        added.add_argument("--file", "--decisions", default=DECISIONS, metavar="FILE", help="default %(default)s")
 
     file(action("ls", "every test with its result and decision", list_all))
     file(action("check", "check every printed figure against its run; code 1 where one differs", check_all))
@@ -48,7 +46,7 @@ def add_parser(commands: Any) -> None:
 def list_all(arguments: argparse.Namespace) -> int:
     made = table("Results and decisions", ("test", "result", "decision", "K"))
     for decision in load(arguments.file):
-        made.add_row(*(Text(told) for told in (decision.title, decision.result, decision.decision, decision.number)))
+        made.add_row(*(said(told) for told in (decision.title, decision.result, decision.decision, decision.number)))
     make_console().print(made)
     return 0
 
@@ -59,7 +57,7 @@ def check_all(arguments: argparse.Namespace) -> int:
     decisions = load(arguments.file)
     wrong = [told for decision in decisions for told in check(decision, arguments.runs_dir)]
     for told in wrong:
-        console.print(Text(told))
+        console.print(said(told))
     if wrong:
         raise ValueError(f"{arguments.file}: {len(wrong)} problems in {len(decisions)} decisions")
     figures = [figure for decision in decisions for figure in decision.figures]
@@ -76,16 +74,16 @@ def show_one(arguments: argparse.Namespace) -> int:
     decision = _find(arguments)
     for name in ("title", "question", "result", "decision", "number", "date"):
         if told := getattr(decision, name):
-            console.print(Text(f"{name}: {told}"))
+            console.print(said(f"{name}: {told}"))
     made = table("Figures", ("printed", "what", "run", "step"), right=("printed", "step"))
     for figure in decision.figures:
         what = f"{figure.metric} minus {figure.minus}" if figure.minus else figure.metric
         made.add_row(
-            *(Text(str(told)) for told in (figure.printed, what or figure.source, figure.run, figure.step or ""))
+            *(said(str(told)) for told in (figure.printed, what or figure.source, figure.run, figure.step or ""))
         )
     console.print(made)
     for told in check(decision, arguments.runs_dir):
-        console.print(Text(f"problem: {told}"))
+        console.print(said(f"problem: {told}"))
     runs = [open_run(name, arguments.runs_dir) for name in decision.runs]
     if len(group(runs)) > 1:
         console.print(verdict_view(verdict(runs)))

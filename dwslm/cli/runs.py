@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.text import Text
 
 from dwslm.cli import runs_tables as tables
 from dwslm.cli.errors import make_console
@@ -84,7 +83,7 @@ def list_all(arguments: argparse.Namespace) -> None:
     unreadable = list_runs(root)[1]
     console.print(tables.runs_table(found[: arguments.limit], len(unreadable), now))
     for path, reason in unreadable:
-        console.print(Text(f"{path.name}: {reason}"))
+        console.print(tables.said(f"{path.name}: {reason}"))
 
 
 def show_one(arguments: argparse.Namespace) -> None:
@@ -128,7 +127,9 @@ def follow(console: Console, run: RunFolder | None, root: Path, every: float) ->
         if run is None:
             for one in reversed(summaries(root)):
                 if seen.get(one.path) != one.state:
-                    console.print(Text(f"{one.path.name}: {one.state}" + (f", {one.reason}" if one.reason else "")))
+                    console.print(
+                        tables.said(f"{one.path.name}: {one.state}" + (f", {one.reason}" if one.reason else ""))
+                    )
                 seen[one.path] = one.state
         else:
             rows = [("report", row) for row in reader.metrics(run)] + [("event", row) for row in reader.events(run)]
@@ -137,7 +138,7 @@ def follow(console: Console, run: RunFolder | None, root: Path, every: float) ->
                 if key not in seen:
                     seen[key] = True
                     what = tables.report_line(row) if kind == "report" else f"{row['event']} {tables.event_words(row)}"
-                    console.print(Text(what))
+                    console.print(tables.said(what))
         if over:
             return
         time.sleep(every)
@@ -193,7 +194,7 @@ def tag_it(arguments: argparse.Namespace) -> None:
     if arguments.tags or arguments.remove:
         with RunWriter(run, run.next_attempt("person"), writer="person") as writer:
             writer.event("tag", add=arguments.tags, remove=arguments.remove)
-    console.print(Text(f"{run.path.name}: {', '.join(summary(run).tags) or 'no tags'}"))
+    console.print(tables.said(f"{run.path.name}: {', '.join(summary(run).tags) or 'no tags'}"))
 
 
 def send_it(arguments: argparse.Namespace) -> None:
@@ -202,7 +203,7 @@ def send_it(arguments: argparse.Namespace) -> None:
     require(arguments.to)
     settings = {"mode": arguments.mode, "project": arguments.project, "entity": arguments.entity}
     rows = send(run, arguments.to, settings if arguments.to == "wandb" else {})
-    console.print(Text(f"{rows:,} rows of {run.path.name} sent to {arguments.to}"))
+    console.print(tables.said(f"{rows:,} rows of {run.path.name} sent to {arguments.to}"))
 
 
 def _view(run: RunFolder, events: int, now: float) -> RenderableType:

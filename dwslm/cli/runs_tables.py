@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dwslm.page.amounts import amount, duration, moment
+from dwslm.page.amounts import amount, duration, moment, visible
 from dwslm.runs import reader
 from dwslm.runs.folder import RunFolder
 from dwslm.runs.reader import Row
@@ -22,9 +22,14 @@ NAME_LIMIT = 40  # characters of a name in a table of several runs
 ALWAYS = ("schema", "attempt", "step", "tokens", "time", "mono", "event", "writer")
 
 
+def said(text: str, style: str = "") -> Text:
+    """What runs and people say, as text: no markup, and nothing that steers the terminal."""
+    return Text(visible(text), style=style)
+
+
 def table(title: str, columns: Sequence[str], right: Sequence[str] = ()) -> Table:
     """An empty table; columns in `right` hold numbers."""
-    made = Table(title=Text(title), title_justify="left")
+    made = Table(title=said(title), title_justify="left")
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left")
     return made
@@ -56,23 +61,23 @@ def runs_table(runs: Iterable[RunSummary], unreadable: int, now: float) -> Table
     made = table(told, columns, right=("tokens", "loss", "bpb", "tok/s"))
     for run in rows:
         made.add_row(
-            Text(_short(run.name, NAME_LIMIT)),
+            said(_short(run.name, NAME_LIMIT)),
             run.id,
-            Text(" / ".join(_short(part, NAME_LIMIT) for part in (run.test, run.arm) if part)),
-            Text(run.state, style=STYLES.get(run.state, "")),
+            said(" / ".join(_short(part, NAME_LIMIT) for part in (run.test, run.arm) if part)),
+            said(run.state, style=STYLES.get(run.state, "")),
             progress(run),
             figure(run.loss),
             figure(run.bits_per_byte),
             "-" if run.tokens_per_second is None else amount(run.tokens_per_second),
             finish(run, now),
-            Text(", ".join(run.tags)),
+            said(", ".join(run.tags)),
         )
     return made
 
 
 def facts_table(run: RunFolder, found: RunSummary, now: float) -> Table:
     """One run, its figures and where they come from."""
-    made = Table(title=Text(f"{found.name} ({found.id})"), title_justify="left", show_header=False)
+    made = Table(title=said(f"{found.name} ({found.id})"), title_justify="left", show_header=False)
     record = run.record
     hardware = record.get("hardware") or {}
     rows = {
@@ -97,7 +102,7 @@ def facts_table(run: RunFolder, found: RunSummary, now: float) -> Table:
     }
     for name, told in rows.items():
         if told:
-            made.add_row(name, Text(told))
+            made.add_row(name, said(told))
     return made
 
 
@@ -115,7 +120,7 @@ def slices_table(run: RunFolder) -> Table | None:
         kind, source, language = _slice(row)
         change = older.get(_slice(row))
         made.add_row(
-            Text(kind), Text(source), Text(language), figure(row["bits_per_byte"]),
+            said(kind), said(source), said(language), figure(row["bits_per_byte"]),
             "-" if change is None else f"{row['bits_per_byte'] - change:+.4f}",
         )  # fmt: skip
     return made
@@ -134,9 +139,9 @@ def events_table(rows: Sequence[Row], title: str) -> Table:
         made.add_row(
             moment(when) if isinstance(when, int | float) else "?",
             f"{step:,}" if isinstance(step, int) else "",
-            Text(row["event"]),
-            Text(row["writer"]),
-            Text(event_words(row)),
+            said(row["event"]),
+            said(row["writer"]),
+            said(event_words(row)),
         )
     return made
 
@@ -172,7 +177,7 @@ def compare_table(runs: Sequence[tuple[RunSummary, float | None]]) -> Table:
     for run, hours in runs:
         distance = None if first is None or run.bits_per_byte is None else run.bits_per_byte - first
         made.add_row(
-            Text(_short(run.name, NAME_LIMIT)), run.id, Text(_short(run.arm, NAME_LIMIT)), str(run.seed), Text(run.state),
+            said(_short(run.name, NAME_LIMIT)), run.id, said(_short(run.arm, NAME_LIMIT)), str(run.seed), said(run.state),
             progress(run), figure(hours, 2),
             figure(run.loss), figure(run.bits_per_byte), "-" if distance is None else f"{distance:+.4f}",
             "-" if run.tokens_per_second is None else amount(run.tokens_per_second),
@@ -189,20 +194,20 @@ def verdict_view(found: Verdict) -> RenderableType:
         apart = max(arm.values) - min(arm.values) if len(arm.values) > 1 else None
         by_hours = None if arm.by_hours is None else fmean(arm.by_hours)
         made.add_row(
-            Text(arm.name), str(len(arm.runs)), figure(fmean(arm.values)), figure(apart), figure(fmean(arm.hours), 2),
+            said(arm.name), str(len(arm.runs)), figure(fmean(arm.values)), figure(apart), figure(fmean(arm.hours), 2),
             figure(by_hours),
         )  # fmt: skip
     clock = f"By hours: each arm after {found.hours:.2f} h of training. " if found.hours is not None else ""
-    return Group(made, Text(f"{clock}Verdict: {found.words()}."))
+    return Group(made, said(f"{clock}Verdict: {found.words()}."))
 
 
 def diff_table(a: RunFolder, b: RunFolder, differing: Sequence[tuple[str, Any, Any]]) -> Table:
     """Settings and facts in which two runs differ."""
     made = table(f"{len(differing)} differences", ("what", a.path.name, b.path.name))
     for name, one, other in differing:
-        made.add_row(Text(name), Text(_short(one)), Text(_short(other)))
+        made.add_row(said(name), said(_short(one)), said(_short(other)))
     return made
 
 
 def updated(now: float) -> Text:
-    return Text(f"Updated {time.strftime('%H:%M:%S', time.gmtime(now))} UTC.")
+    return said(f"Updated {time.strftime('%H:%M:%S', time.gmtime(now))} UTC.")

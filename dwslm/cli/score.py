@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from dwslm.cli.errors import make_console
 from dwslm.cli.find import find_checkpoint, open_split
+from dwslm.cli.ranks import meet, rank_console
 from dwslm.config import RunConfig, ScoreConfig, from_plain
 from dwslm.data.batch import Batch
 from dwslm.data.tokenizer import load_tokenizer, token_bytes
@@ -30,7 +31,8 @@ from dwslm.model.lm import LanguageModel
 from dwslm.model.rotary import RopeSettings
 from dwslm.runs.writer import RunWriter
 from dwslm.train.checkpoint import Checkpoint
-from dwslm.train.device import choose_device, set_numerics
+from dwslm.train.device import set_numerics
+from dwslm.train.distributed import Ranks
 from dwslm.train.loop import load_weights
 from dwslm.train.report import facts
 from dwslm.train.scoring import nats_function
@@ -39,9 +41,16 @@ from dwslm.train.scoring import nats_function
 def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
     """Scores what the configuration names, prints tables, and leaves the figures in the run.
 
-    `overrides` are the command line's own: an `evaluate.` setting that they do not name is the run's.
+    `overrides` are the command line's own: an `evaluate.` setting that they do not name is the run's. Started by torchrun, the
+    ranks share the held-out set; everything else each of them does by itself.
     """
-    console = make_console()
+    with meet() as ranks:
+        score_rank(config, overrides, ranks)
+
+
+def score_rank(config: ScoreConfig, overrides: Sequence[str], ranks: Ranks) -> None:
+    """`score_checkpoint` of one process among those that score together."""
+    console = rank_console(ranks)
     if config.text is not None and (config.bands or config.baselines or config.spelling):
         raise ValueError("text= scores one file: leave out bands, baselines and spelling")
     if config.yarn_factor is not None and not config.bands:
@@ -66,7 +75,7 @@ def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
             f"{tokenizer_path} is not the tokenizer that {found.path} was trained with: give that dataset with data="
         )
     tokenizer = load_tokenizer(tokenizer_path)
-    model = load_model(trained, config, found, valid.vocab_size)
+    model = load_model(trained, found, valid.vocab_size, ranks.choose_device(config.device))
     nats = nats_function(model)
     console.print(Text(f"{found.path}: step {state['step']:,}, {state['tokens']:,} tokens"))
 
@@ -83,7 +92,8 @@ def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
         at_tests = {"eod": valid.eod, "training_context": context, "progress": progress_bar(console)}
         spelling = score_spelling(nats, items, tokenizer, settings, **at_tests)
     with_bar = progress_bar(console)
-    scores = score(nats, valid, settings, training_context=context, progress=with_bar)
+    share: dict[str, Any] = {"rank": ranks.rank, "world": ranks.world, "total": ranks.total}
+    scores = score(nats, valid, settings, training_context=context, progress=with_bar, **share)
     report = make_report(scores, samples=settings.bootstrap_samples, seed=settings.seed)
     console.print(tables(report))
     rows: list[dict[str, Any]] = report_rows(report)
@@ -110,7 +120,7 @@ def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
     if spelling is not None:
         console.print(spelling_table(spelling))
         rows += [row | {"settings": asdict(config.spelling_tests)} for row in spelling.to_rows()]
-    if run is not None:
+    if run is not None and ranks.leads:
         at = {"step": state["step"], "tokens": state["tokens"]}
         with RunWriter(run, run.next_attempt("score"), writer="score") as writer:
             for row in rows:
@@ -119,9 +129,8 @@ def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
         console.print(Text(f"written to {run.path / 'evals-score.jsonl'}"))
 
 
-def load_model(trained: RunConfig, config: ScoreConfig, found: Checkpoint, vocab_size: int) -> LanguageModel:
+def load_model(trained: RunConfig, found: Checkpoint, vocab_size: int, device: torch.device) -> LanguageModel:
     """The checkpoint's model on its device, weights rounded to its compute dtype as in training."""
-    device = choose_device(config.device)
     set_numerics(deterministic=False, threads=0)
     model = LanguageModel(trained.model, vocab_size)
     for name, weight in load_weights(found, model).items():

@@ -26,9 +26,9 @@ def describe(stream: RowStream, progress: Progress | None = None, sample_windows
     would be if a row could have any number of segments; `phases`, each with its start, first_row, rows, context,
     text_tokens, padding_share and sources; `sources` over the whole plan; `rungs`, each with its start, context,
     first_row, rows, `segments_per_row_mean`, `_max`, `_limit` (padding included) and `_needed` (the most that a row would
-    have without the limit), `padding_share`, `padding_share_unlimited`; `rephrased`; and `warnings`. `sources` maps the
-    name of a source, or of a slice that is read by itself, to its share of the text tokens, `tokens`, `epochs`, and over
-    the whole plan `cap` (null without one).
+    have without the limit), `padding_share`, `padding_share_unlimited`; `rephrased`; `stochastok`,
+    splits per token; and `warnings`. `sources` maps the name of a source, or of a slice that is read by itself, to its share
+    of the text tokens, `tokens`, `epochs`, and over the whole plan `cap` (null without one).
     """
     stream.count_rows(stream.planned_rows, progress)
     phases: list[dict[str, Any]] = []
@@ -82,6 +82,7 @@ def describe(stream: RowStream, progress: Progress | None = None, sample_windows
         "sources": sources,
         "rungs": rungs,
         "rephrased": dict(stream.mixture.rephrased),
+        "stochastok": stream.text.proportion,
         "warnings": warnings,
     }
 

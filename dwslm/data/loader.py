@@ -115,6 +115,8 @@ class Loader:
         self._global_tokens = micro_batch_tokens * grad_accum * world
         self._depth = depth
         self._pin = pin
+        # A thread begins on the first GPU, where pinning would leave a context of every rank.
+        self._device = torch.cuda.current_device() if pin else None
         self._stop_row = stop_row
 
         self._ready: deque[GlobalBatch] = deque()
@@ -158,6 +160,8 @@ class Loader:
 
     def _work(self, row: int) -> None:
         try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
             while self._stop_row is None or self._next_row(row) <= self._stop_row:
                 batch = self._make(row)
                 row = batch.next_row

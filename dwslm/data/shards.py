@@ -97,6 +97,27 @@ class Dataset:
         self._read.add(number)
         return self._shards[number][first + start : first + stop]
 
+    def tokens_at(self, docs: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """One token of each of some documents, the one at `places`, counted from the document's first.
+
+        Args:
+            docs, places: [n] int64.
+
+        Returns:
+            [n] uint64.
+        """
+        found = np.zeros(len(docs), np.uint64)
+        numbers = np.searchsorted(self._first_doc, docs, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            mine = numbers == number
+            self._read.add(number)
+            found[mine] = self._shards[number][self._starts[docs[mine]].astype(np.int64) + places[mine]]
+        return found
+
+    def shard_documents(self) -> Iterator[tuple[int, int]]:
+        """First document of each shard, and the one after its last."""
+        yield from zip(self._first_doc, [*self._first_doc[1:], len(self)], strict=True)
+
     def release(self) -> None:
         """Let go of the pages of the token files that were read since the last call. The kernel keeps them cached, but
         they don't count as this process's memory any more."""

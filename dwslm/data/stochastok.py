@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 from dwslm.data.order import derive_key, hash64
 from dwslm.data.tokenizer import _byte_alphabet, token_bytes
 
+PROPORTION = 0.1  # splits per token, as in the paper
+
 FIRST, SECOND, CHOICE = np.uint64(1), np.uint64(2), np.uint64(3)  # what a node's key is hashed on for
 
 
@@ -22,13 +24,29 @@ FIRST, SECOND, CHOICE = np.uint64(1), np.uint64(2), np.uint64(3)  # what a node'
 class StochasTokSettings:
     """Splitting tokens of the training text at random (StochasTok, arXiv:2506.01687)."""
 
-    proportion: float = 0.0
-    """Splits per token of a document: 0.1, the paper's, makes a document of 1,000 tokens one of 1,100 with the
-    same text. 0 leaves text as the tokenizer gives it. Scoring never splits."""
+    enabled: bool = False
+    """Whether training text is split. Scoring never splits."""
+    proportion: float | None = None
+    """Splits per token of a document; null for the paper's 0.1, which makes a document of 1,000 tokens one of 1,100 with
+    the same text. Refused where `enabled` is not set, since it would change nothing."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.proportion < float("inf"):
-            raise ValueError(f"stochastok proportion {self.proportion}: must be 0 (off) or more, and finite")
+        if self.enabled and self.proportion is not None and not 0 < self.proportion < float("inf"):
+            raise ValueError(
+                f"data.stochastok.proportion={self.proportion}: must be above 0 and finite; for text as the tokenizer gives it, "
+                "leave out data.stochastok.enabled"
+            )
+        if not self.enabled and self.proportion:
+            raise ValueError(
+                f"data.stochastok.proportion={self.proportion} has no effect without data.stochastok.enabled=true"
+            )
+
+    @property
+    def splits_per_token(self) -> float:
+        """What text is split with: 0 where it is not."""
+        if not self.enabled:
+            return 0.0
+        return PROPORTION if self.proportion is None else self.proportion
 
 
 @dataclass(frozen=True)

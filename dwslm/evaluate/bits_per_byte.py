@@ -25,6 +25,9 @@ from dwslm.evaluate.report import DOCUMENT_DTYPE, ONE_NAT, Scores, Slice, summar
 NatsFn = Callable[[Batch], np.ndarray]
 """Batch -> float32 [tokens], -ln p(target) at each position. Positions without a target are not read."""
 
+Totals = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""Adds up integers over the processes that score together."""
+
 Progress = Callable[[int, int], None]
 """Called with (rows done, rows in all) after each batch."""
 
@@ -83,8 +86,14 @@ def score(
     *,
     training_context: int,
     progress: Progress | None = None,
+    rank: int = 0,
+    world: int = 1,
+    total: Totals = lambda numbers: numbers,
 ) -> Scores:
     """Total nats of each document.
+
+    Of several processes each scores every `world`-th batch, from the `rank`-th on, and `total` adds up over them. Batches
+    are the same whatever their number, so the totals are.
 
     The totals do not depend on how rows are filled or batches are cut, beyond what that changes in
     `nats_fn` itself: each token's nats are rounded to 2^-32 (exact for a float32 of 2^-9 or more) and
@@ -101,11 +110,12 @@ def score(
     nats_fixed = np.zeros(len(dataset.docs), dtype=np.int64)
     tokens = np.zeros(len(dataset.docs), dtype=np.int64)
     segments, at_once = settings.segments_per_row, settings.micro_batch_tokens
-    for batch in batches(dataset, rows, context, segments, at_once, progress):
+    for batch in batches(dataset, rows, context, segments, at_once, progress, rank, world):
         fixed, text = text_nats(nats_fn, batch, dataset)
         used = batch.docs >= 0
         np.add.at(nats_fixed, batch.docs[used], segment_sums(fixed, batch)[used])
         np.add.at(tokens, batch.docs[used], segment_sums(text.astype(np.int64), batch)[used])
+    nats_fixed, tokens = total(nats_fixed), total(tokens)
     expected = np.zeros_like(tokens)
     expected[chosen] = dataset.docs["tokens"][chosen]
     assert np.array_equal(tokens, expected), "not every text token was scored once"
@@ -233,11 +243,13 @@ def batches(
     segments_per_row: int,
     micro_batch_tokens: int,
     progress: Progress | None,
+    rank: int = 0,
+    world: int = 1,
 ) -> Iterator[Batch]:
-    """The rows in batches of one shape, so that a model is compiled once: empty rows fill up the last."""
+    """The rows in batches of one shape, so that a model is compiled once: empty rows fill up the last. Every `world`-th."""
     none = np.empty(0, dtype=np.int64)
     at_once = max(1, micro_batch_tokens // context)
-    for first in range(0, len(rows), at_once):
+    for first in range(rank * at_once, len(rows), world * at_once):
         taken = list(rows[first : first + at_once])
         taken += [Pieces(none, none, none)] * (at_once - len(taken))
         yield assemble(dataset, taken, context, segments_per_row)

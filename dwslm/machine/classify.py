@@ -71,6 +71,9 @@ SIGNATURES: tuple[tuple[str, re.Pattern[str]], ...] = (
             r"Triton Error \[CUDA\]|uncorrectable ECC|No CUDA GPUs are available|no CUDA-capable device"
         ),
     ),
+    # What the other ranks of a run say of one that is lost, where it has not told the reason itself.
+    (KILLED, re.compile(r"rank \d+ \(pid \d+ on [^)]*\) has died")),
+    (HANG, re.compile(r"rank \d+ \(pid .*(has not been heard of|has kept the others waiting)|no rank has moved for")),
 )
 # A damaged file of a compiler cache: an error that such a file causes, and a compiler's cache in the same report.
 CACHE_ERROR = re.compile(

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from dwslm.model.projection import OutputBlock, Projection
 from dwslm.model.value_embedding import ValueEmbedding
+from dwslm.ops.delta_gate import delta_gate
 from dwslm.ops.delta_rule import delta_rule, gated_delta_rule
-from dwslm.ops.norm import rms_norm
+from dwslm.ops.gated_norm import gated_norm
 from dwslm.ops.segments import Segments
 from dwslm.ops.short_conv import short_conv
 
@@ -39,13 +40,15 @@ class DeltaAttention(nn.Module):
         gate_rank: int,
         engine: str,
         conv_engine: str,
+        gate_engine: str,
         eps: float,
         value_embedding: ValueEmbedding | None,
         dtype: torch.dtype,
     ):
         super().__init__()
         inner = heads * head_dim
-        self.conv_engine = conv_engine
+        # GDN's output gate has no bias and its decay no channels: nothing that the fused kernels were made for.
+        self.conv_engine, self.gate_engine = conv_engine, gate_engine if kind == "kda" else "torch"
         self.heads, self.head_dim, self.kind, self.gate, self.engine, self.eps = (
             heads,
             head_dim,
@@ -77,32 +80,37 @@ class DeltaAttention(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor, segments: Segments) -> Tensor:
         """[T, width] to [T, width]."""
-        shape = (self.heads, self.head_dim)
         q, k, v, rest = short_conv(self.input(x), self.conv, segments, self.heads, self.conv_engine)
         decay, gate, beta, *value_gate = rest.split(self.input.rows[3:], dim=-1)
         if self.value_embedding is not None:
             v = self.value_embedding(v, value_gate[0], tokens)
         if self.kind == "kda":
-            decay, gate = self.decay_up(decay), self.gate_up(gate) + self.gate_bias.to(gate.dtype)
+            decay, gate = self.decay_up(decay), self.gate_up(gate)
+        g, beta = self.gates(decay, beta)
         rule = delta_rule if self.kind == "kda" else gated_delta_rule
         o = rule(
             q,
             k,
             v,
-            self.log_decay(decay),
-            torch.sigmoid(beta.float()),
+            g,
+            beta,
             segments,
             scale=self.head_dim**-0.5,
             bounded=self.gate == "bounded",
             engine=self.engine,
         )
         # The norm's eps must lie well under o's mean square, which is about 6e-6 at the half init scale.
-        o = rms_norm(o, self.head_gain, self.eps) * torch.sigmoid(gate.unflatten(-1, shape))
-        return self.output(o.flatten(1))
+        bias = self.gate_bias if self.kind == "kda" else None
+        return self.output(gated_norm(o, gate, self.head_gain, bias, self.eps, self.gate_engine))
 
-    def log_decay(self, f: Tensor) -> Tensor:
-        """float32, at most 0: [T, heads, head_dim] from logits [T, heads * head_dim] (KDA), [T, heads] from as many (GDN)."""
+    def gates(self, f: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Log decay, float32 and at most 0, and beta, float32 [T, heads] from logits [T, heads].
+
+        The decay is [T, heads, head_dim] from f [T, heads * head_dim] (KDA), or [T, heads] from as many (GDN).
+        """
+        if self.kind == "kda" and self.gate == "bounded":
+            return delta_gate(f, self.A_log, self.dt_bias, logits, GATE_BOUND, self.gate_engine)
         f = (f.float() + self.dt_bias).unflatten(-1, (self.heads, -1))
         rate = self.A_log.exp()[:, None]
         g = GATE_BOUND * torch.sigmoid(rate * f) if self.gate == "bounded" else -rate * F.softplus(f)
-        return g if self.kind == "kda" else g[:, :, 0]
+        return g if self.kind == "kda" else g[:, :, 0], torch.sigmoid(logits.float())

@@ -22,10 +22,10 @@ from dwslm.model.projection import Norm, OutputBlock, Projection, Table
 from dwslm.model.rotary import RopeSettings, Rotary, attention_scale, rotation_frequencies
 from dwslm.model.value_embedding import ValueEmbedding
 from dwslm.ops import attention as attention_op
+from dwslm.ops import delta_gate, depth_mix, loss_head, qk_norm_rope, short_conv
 from dwslm.ops import delta_rule as delta_rule_op
-from dwslm.ops import depth_mix, loss_head, short_conv
 from dwslm.ops.loss_head import token_nats, total_nats
-from dwslm.ops.mlp import PRECISIONS
+from dwslm.ops.mlp import PRECISIONS, remember
 from dwslm.ops.norm import rms_norm
 from dwslm.ops.segments import segments
 
@@ -76,7 +76,8 @@ class ModelSettings:
     mlp_hidden: int = 4096
     """Hidden width of the MLP."""
     mlp_precision: str = "model"
-    """"model" multiplies in the compute dtype, "fp8" in float8_e4m3 with one scale per row."""
+    """"model" multiplies in the compute dtype; "fp8" in float8_e4m3 with one scale per row, the weights' gradients apart;
+    "fp8_delayed" does all products in float8_e4m3, one scale per tensor, from its peak in the micro-batch before."""
     value_embeddings: str = "global"
     """Layers with a value embedding: "none", "global" (the global layers), or "alternating" (every second layer)."""
     depth_block: int = 8
@@ -92,15 +93,19 @@ class ModelSettings:
     dtype: str = "bfloat16"
     """Dtype of activations and of the matrices' compute copies: "bfloat16" or "float32". Masters are always float32."""
     attention_engine: str = "auto"
-    """Kernel of softmax attention: "flash", "flash_attn", "flex", "torch", or "auto", which is "flash" on a GPU that has it."""
+    """Kernel of softmax attention: "cudnn", "flash", "flash_attn", "flex", "torch", or "auto", the fastest that fits."""
     delta_engine: str = "auto"
     """Kernel of the delta rule: "cudnn", "fla", "torch", "fla_gdn" (for "gdn" only), or "auto", the fastest that fits."""
+    qk_norm_engine: str = "auto"
+    """Kernel of QK-norm and rotary positions: "fused" (Triton), "torch", or "auto", which is "fused" on a GPU."""
     conv_engine: str = "auto"
     """Kernel of the short convolution: "fused" (Triton), "torch", or "auto", which is "fused" on a GPU."""
+    gate_engine: str = "auto"
+    """Kernels of KDA's decay gate and gated output norm: "fused" (Triton), "torch", or "auto", which is "fused" on a GPU."""
     depth_engine: str = "auto"
-    """Kernel of the attention residuals: "fused" (Triton), "torch", or "auto", which is "torch"."""
+    """Kernel of the attention residuals: "fused" (Triton), "torch", or "auto", which is "fused" on a GPU."""
     head_engine: str = "auto"
-    """Kernel of the loss head: "torch", "compiled" or "auto"."""
+    """Kernel of the loss head: "fused" (Triton), "compiled", "torch", or "auto", which is "fused" on a GPU."""
     rope: RopeSettings = field(default_factory=RopeSettings)
     """Rotary positions."""
 
@@ -141,11 +146,18 @@ class ModelSettings:
                 f"model.norm_eps={self.norm_eps} is too large for the head norm of {self.local}, whose input has a mean "
                 "square of a few 1e-6: at most 1e-6"
             )
+        if self.gate_engine == "fused" and (self.local, self.delta_gate) != ("kda", "bounded"):
+            raise ValueError(
+                f"model.gate_engine=fused is for model.local=kda with model.delta_gate=bounded, not for {self.local} with "
+                f"{self.delta_gate}: choose auto or torch"
+            )
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim} must be even: rotary positions turn pairs")
         attention_op.check_name(self.attention_engine)
         delta_rule_op.check_name(self.delta_engine)
+        qk_norm_rope.check_name(self.qk_norm_engine)
         short_conv.check_name(self.conv_engine)
+        delta_gate.check_name(self.gate_engine)
         depth_mix.check_name(self.depth_engine)
         loss_head.check_name(self.head_engine)
 
@@ -192,6 +204,7 @@ class LanguageModel(nn.Module):
                     gate_rank=s.delta_gate_rank,
                     engine=s.delta_engine,
                     conv_engine=s.conv_engine,
+                    gate_engine=s.gate_engine,
                     eps=s.norm_eps,
                     value_embedding=table,
                     dtype=dtype,
@@ -204,6 +217,7 @@ class LanguageModel(nn.Module):
                     s.head_dim,
                     window=s.window if kind == "window" else None,
                     engine=s.attention_engine,
+                    qk_norm_engine=s.qk_norm_engine,
                     eps=s.norm_eps,
                     value_embedding=table,
                     dtype=dtype,
@@ -274,6 +288,17 @@ class LanguageModel(nn.Module):
         """-ln p(target) at each position, float32 [T], 0 where nothing is scored. Arguments as in `forward`."""
         hidden = self.hidden(tokens, cu_seqlens, context)
         return token_nats(hidden, self.head.weight, targets, self.settings.softcap)
+
+    def note_peaks(self) -> None:
+        """After each backward pass of training: what it saw becomes the scales of the next, where `mlp_precision` keeps such."""
+        remember([mlp.peaks for _, mlp in self._mlps() if mlp.peaks is not None])
+
+    def extra_state(self) -> dict[str, Tensor]:
+        """What training changes besides the parameters and a checkpoint must hold: views by name, of the storage itself."""
+        return {f"{name}.peaks": mlp.peaks.detach() for name, mlp in self._mlps() if mlp.peaks is not None}
+
+    def _mlps(self) -> list[tuple[str, MLP]]:
+        return [(name, module) for name, module in self.named_modules() if isinstance(module, MLP)]
 
     def roles(self) -> dict[str, list[tuple[str, int, str]]]:
         """What every parameter is, for the optimizer: name -> [(block, rows, role)], blocks in order along the first dimension.

@@ -57,7 +57,7 @@ class Rotary:
     """The rotations and the logit scale of one batch, made once and shared by all attention layers.
 
     Attributes:
-        cos, sin: float32 [T, 1, head_dim / 2].
+        cos, sin: float32 [T, 1, head_dim / 2], as `qk_norm_rope` wants them.
         scale: see `attention_scale`.
     """
 
@@ -65,8 +65,3 @@ class Rotary:
         """positions int64 [T]; frequencies float64 [head_dim / 2] on the same device."""
         angle = (positions[:, None].double() * frequencies).float()[:, None, :]
         self.cos, self.sin, self.scale = angle.cos(), angle.sin(), scale
-
-    def apply(self, x: Tensor) -> Tensor:
-        """Rotates pairs (i, i + head_dim / 2) of x [T, heads, head_dim]; computed in float32, returned in x's dtype."""
-        a, b = x.float().chunk(2, dim=-1)
-        return torch.cat([a * self.cos - b * self.sin, a * self.sin + b * self.cos], dim=-1).to(x.dtype)

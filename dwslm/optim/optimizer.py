@@ -1,64 +1,24 @@
 """The optimizer: float32 masters, accumulators and state of every block, and one step for all of them."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .adam import adam, adam_direction
-from .groups import MATRIX_RULES, STATE, Block, Roles, route, routing_table
+from .checks import check_radius, check_tensors
+from .groups import STATE, Block, Roles, route, routing_table
 from .hyperball import adamh, frobenius, muonh
 from .muon import muon
 from .newton_schulz import newton_schulz
 from .settings import OptimSettings
+from .shares import Place, Ranks, aligned, deal, lay_out, make_mail, part_of
+from .stack import Group, make_group
 
-ALIGNMENT = 32  # elements: blocks of a flat buffer start at 128-byte multiples, so that kernels load vectors
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
-
-
-@dataclass
-class Group:
-    """Blocks updated together: a stack of same-shaped matrices, or any shapes under an elementwise rule.
-
-    Its gradient is one flat float32 buffer where block i starts at offsets[i]; a stack has no gaps.
-    """
-
-    blocks: list[Block]
-    start: int
-    """Of its slice in the optimizer's gradient."""
-    size: int
-    offsets: list[int]
-    masters: list[Tensor]
-    """One a block, in its shape: a view of `stack`, the parameter itself (`in_place`), or a separate copy."""
-    stack: Tensor | None
-    """float32 [N, m, n], for a rule that sees whole matrices."""
-    state: dict[str, Tensor]
-    """Kind -> float32 [N, m, n] (radius: [N]) for a stack, [size] laid out as the gradient otherwise."""
-
-    @property
-    def rule(self) -> str:
-        return self.blocks[0].rule
-
-    def pieces(self, flat: Tensor) -> list[Tensor]:
-        """Views of a flat [size] buffer, one a block, in its shape."""
-        shapes = [torch.Size(block.shape) for block in self.blocks]
-        return [flat[o : o + s.numel()].view(s) for o, s in zip(self.offsets, shapes, strict=True)]
-
-    def changing(self) -> list[Tensor]:
-        """What a step rewrites: weights, then state, but for the radius."""
-        weights = self.masters if self.stack is None else [self.stack]
-        return [*weights, *(tensor for kind, tensor in self.state.items() if kind != "radius")]
-
-    def block_state(self) -> dict[str, Tensor]:
-        """Views of the state, keyed "<block name>.<kind>"; a radius is 0-D."""
-        views: dict[str, Tensor] = {}
-        for kind, buffer in self.state.items():
-            pieces = self.pieces(buffer) if self.stack is None else list(buffer)
-            views |= {f"{block.name}.{kind}": piece for block, piece in zip(self.blocks, pieces, strict=True)}
-        return views
 
 
 class Optimizer:
@@ -67,6 +27,10 @@ class Optimizer:
     Between steps the model's parameters are float32, or bfloat16 copies that `step` writes from float32
     masters (rounded to nearest). They must keep their storage: do not move or cast the model after
     construction. The caller averages the gradients: divide the loss by the scored tokens of the whole batch.
+
+    Among several ranks, all of which have the whole model, each owns a share of the blocks (`deal`): it alone holds their
+    masters and state and updates them. A step adds up the gradients over the ranks and hands the new compute copies round.
+    `step`, `weights` and `copy_to` are then called by all ranks alike.
 
     `accumulate` and `step` read nothing back from the device and take no branch on data, so that they can be
     recorded as a CUDA graph.
@@ -80,8 +44,12 @@ class Optimizer:
         *,
         lr: float,
         compile: bool = False,
+        ranks: Ranks | None = None,
+        extra: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """lr: the peak rate, for `routing`; compile: run the update through torch.compile, as one graph.
+        """lr: the peak rate, for `routing`; compile: run the update through torch.compile, as one graph; ranks: None alone;
+        extra: what training changes besides the parameters, by name: kept with the state, zero at a start, and over several
+        ranks each step goes on from its mean.
 
         Raises ValueError for wrong roles (see `route`), parameters on several devices, and, under MuonH and
         AdamH, for a matrix of norm zero.
@@ -92,14 +60,28 @@ class Optimizer:
         self.settings = settings
         self.lr = lr
         self.params = dict(params)
+        self._extra = dict(extra or {})
         self.blocks = route(self.params, roles, settings)
         self.device = torch.device(devices[0])
-        self.groups: list[Group] = []
-        for blocks in _alike(self.blocks):
-            start = _aligned(self.groups[-1].start + self.groups[-1].size) if self.groups else 0
-            self.groups.append(_group(blocks, self.params, start))
-        last = self.groups[-1]
-        self.gradient = torch.zeros(last.start + last.size, device=self.device)
+        self.ranks = ranks
+        rank, world = (ranks.rank, ranks.world) if ranks else (0, 1)
+        shares = deal(self.blocks, world)
+        self.owned = shares[rank]
+        """Blocks, and rows of blocks, that this rank updates."""
+        layouts = [lay_out(share) for share in shares]
+        share = layouts[0][1] if world == 1 else aligned(max(size for _, size in layouts))
+        self.groups = [
+            make_group(blocks, self.params, start, begins, size) for blocks, start, begins, size in layouts[rank][0]
+        ]
+        self.gradient = torch.zeros(world * share, device=self.device)
+        """Sum of what this rank has accumulated, [world x share]; free for other use once a step has begun."""
+        self._own = self.gradient[rank * share : (rank + 1) * share]
+        self._places = [
+            Place(owner, block, owner * share + start + begin)
+            for owner, (groups, _) in enumerate(layouts)
+            for blocks, start, begins, _ in groups
+            for block, begin in zip(blocks, begins, strict=True)
+        ]
         self.step_count = torch.zeros((), dtype=torch.int64, device=self.device)
         """Updates made, skipped ones not counted."""
         self.skipped = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -114,23 +96,23 @@ class Optimizer:
         )
         self._newton_schulz_dtype = torch.bfloat16 if bf16 else torch.float32
 
-        accumulators = {
-            block.name: piece
-            for group, gradient in zip(self.groups, self._gradients(), strict=True)
-            for block, piece in zip(group.blocks, group.pieces(gradient), strict=True)
-        }
-        # By dtype, since torch fuses a list of additions only where all of it has one.
+        # By dtype, since torch fuses a list of additions only where all of it has one; in the order of the parameters.
+        order = {name: n for n, name in enumerate(self.params)}
         self._accumulators: dict[torch.dtype, list[tuple[Block, Tensor]]] = {}
-        for block in self.blocks:
-            same = self._accumulators.setdefault(self.params[block.parameter].dtype, [])
-            same.append((block, accumulators[block.name]))
+        for place in sorted(self._places, key=lambda place: (order[place.block.parameter], place.block.start)):
+            same = self._accumulators.setdefault(self.params[place.block.parameter].dtype, [])
+            same.append((place.block, place.of(self.gradient)))
         masters = self._masters()
-        copied = [block for block in self.blocks if not block.in_place]
+        copied = [block for block in self.owned if not block.in_place]
         self._copies = [block.of(self.params[block.parameter].detach()) for block in copied]
         self._copied = [masters[block.name] for block in copied]
+        self._mail = make_mail(shares, rank, self.params, self.gradient) if ranks else []
 
+        self._check_radii({name: parameter.detach() for name, parameter in self.params.items()})
         self._measure_radii()
-        self._run = torch.compile(self._update, fullgraph=True, dynamic=False) if compile else self._update
+        compiler = partial(torch.compile, fullgraph=True, dynamic=False) if compile else _as_it_is
+        self._alone = compiler(lambda: self._update(self._squares(), self._allowed))
+        self._squares_of_all, self._update_of_all = compiler(self._squares), compiler(self._update)
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -172,25 +154,49 @@ class Optimizer:
             if not 0 <= lr < math.inf:
                 raise ValueError(f"lr={lr} must be 0 or more")
             self._rate.fill_(lr)
-        norm, accepted, new = self._run()
-        torch._foreach_copy_([tensor for group in self.groups for tensor in group.changing()], new)
+        norm, accepted, new = self._alone() if self.ranks is None else self._together(self.ranks)
+        _copy(to=[tensor for group in self.groups for tensor in group.changing()], source=new)
         self.step_count.add_(accepted)
         self.skipped.add_(~accepted)
         self.accepted.copy_(accepted)
-        self.gradient.zero_()
         self._write_copies()
+        self._send_copies()
+        self.gradient.zero_()
         return norm
 
-    def _update(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _together(self, ranks: Ranks) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """`_alone` among several ranks: the same of the summed gradient, for the blocks that this rank owns.
+
+        A step is taken where every rank allows it. Collectives stay outside the compiled functions, which know no ranks.
+        """
+        ranks.scatter_sum(self.gradient)
+        votes = torch.stack([self._squares_of_all(), (~self._allowed).float()])
+        ranks.sum(votes)
+        if self._extra:
+            mean = torch.cat([tensor.flatten() for tensor in self._extra.values()])
+            ranks.sum(mean)
+            pieces = mean.div_(ranks.world).split([tensor.numel() for tensor in self._extra.values()])
+            for tensor, piece in zip(self._extra.values(), pieces, strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+        return self._update_of_all(votes[0], votes[1] == 0)
+
+    def _squares(self) -> Tensor:
+        """Squared norm of the gradients that this rank owns."""
+        parts = [gradient.square().sum() for gradient in self._gradients()]
+        return torch.stack(parts).sum() if parts else torch.zeros((), device=self.device)
+
+    def _update(self, squares: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Gradient norm, whether the step is taken, and what every group's `changing()` becomes.
+
+        squares: of the whole gradient's norm.
 
         Nothing is written here: the compiler fuses pure functions better, and its CPU backend fails on some
         in-place ones (pytorch issue 196570).
         """
         clip = self.settings.clip
         gradients = self._gradients()
-        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
-        finite = self._allowed & norm.isfinite() & (norm <= self._norm_limit)
+        norm = squares.sqrt()
+        finite = allowed & norm.isfinite() & (norm <= self._norm_limit)
         scale = torch.ones_like(norm) if clip is None else (clip / (norm + CLIP_EPS)).clamp(max=1.0)
         step = self.step_count + 1
         new: list[Tensor] = []
@@ -221,19 +227,20 @@ class Optimizer:
         return muon(weight, momentum, gradient, rate, finite, orthogonal, mu=mu, weight_decay=decay)
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies of the full float32 weights, by parameter name."""
-        masters = self._masters()
-        parts: dict[str, list[Tensor]] = {name: [] for name in self.params}
-        for block in self.blocks:
-            parts[block.parameter].append(masters[block.name])
-        return {name: torch.cat(part) if len(part) > 1 else part[0].clone() for name, part in parts.items()}
+        """Copies of the full float32 weights, by parameter name. Among several ranks not while gradients are accumulated."""
+        masters = self._all_masters()
+        found = {name: torch.empty(p.shape, dtype=torch.float32, device=p.device) for name, p in self.params.items()}
+        for block, master in masters:
+            block.of(found[block.parameter]).copy_(master)
+        self._free_masters()
+        return found
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of all state, keyed by logical block: "<parameter>.<kind>" or "<parameter>/<block>.<kind>".
+        """Copies of this rank's state, keyed by logical block: "<parameter>.<kind>" or "<parameter>/<block>.<kind>".
 
         Kinds: momentum, exp_avg, exp_avg_sq (float32, the block's shape), radius (float32, 0-D); and `step`,
-        `skipped` (int64, 0-D) for the whole. How blocks are stacked leaves no trace, so another layout can
-        load it.
+        `skipped` (int64, 0-D) for the whole, which rank 0 has. Rows of a block that several ranks share are named
+        "<block>@<first row>.<kind>". How blocks are stacked leaves no trace, so another layout can load it.
         """
         return {name: tensor.clone() for name, tensor in self._state().items()}
 
@@ -241,12 +248,14 @@ class Optimizer:
     def copy_to(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         """Writes what `weights()` and `state()` give into tensors of the same names, shapes and dtypes.
 
-        The targets may be on the CPU. Copies from a GPU into pinned memory are queued and not waited for: they see the
-        weights of now whatever is queued later, and hold them once the device has come this far.
+        `weights` may be empty where another rank keeps them. The targets may be on the CPU. Copies from a GPU into pinned
+        memory are queued and not waited for: they see the weights of now whatever is queued later, and hold them once the
+        device has come this far.
         """
-        masters = self._masters()
-        for block in self.blocks:
-            block.of(weights[block.parameter]).copy_(masters[block.name], non_blocking=True)
+        for block, master in self._all_masters():
+            if weights:
+                block.of(weights[block.parameter]).copy_(master, non_blocking=True)
+        self._free_masters()
         for name, tensor in self._state().items():
             state[name].copy_(tensor, non_blocking=True)
 
@@ -254,18 +263,23 @@ class Optimizer:
     def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         """Continue from what `weights` and `state` gave: the next step is the one that would have come.
 
-        Gradients accumulated so far are dropped. Raises ValueError for a missing or unknown name, another
-        shape or dtype, or a radius that is not positive, and then changes nothing.
+        Every rank is given the state of all of them, whole blocks under their own names, and keeps its share. Gradients
+        accumulated so far are dropped. Raises ValueError for a missing or unknown name, another shape or dtype, or a
+        radius that is not positive, and then changes nothing.
         """
-        own = self._state()
         self._check_weights(weights)
-        _check("optimizer state", state, {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()})
+        check_tensors("optimizer state", state, self._whole_state())
         for name, tensor in state.items():
             if name.endswith(".radius") and not 0 < float(tensor) < math.inf:
                 raise ValueError(f"optimizer state {name} is {float(tensor)}: a radius is above 0")
         self._load_masters(weights)
-        for name, tensor in own.items():
+        self.step_count.copy_(state["step"])
+        self.skipped.copy_(state["skipped"])
+        for name, tensor in self._extra.items():
             tensor.copy_(state[name])
+        for group in self.groups:
+            for name, tensor in group.block_state().items():
+                tensor.copy_(part_of(state, name, tensor))
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -274,11 +288,10 @@ class Optimizer:
         Raises ValueError as `load` does, and for a matrix of norm zero on a sphere, and then changes nothing.
         """
         self._check_weights(weights)
-        for block in self.blocks:
-            if "radius" in STATE[block.rule]:
-                _check_radius(block.name, float(frobenius(block.of(weights[block.parameter]))))
+        self._check_radii(weights)
         self._load_masters(weights)
-        for tensor in self._state().values():
+        of_groups = (tensor for group in self.groups for tensor in group.state.values())
+        for tensor in (self.step_count, self.skipped, *self._extra.values(), *of_groups):
             tensor.zero_()
         self._measure_radii()
 
@@ -288,7 +301,7 @@ class Optimizer:
 
     @torch.no_grad()
     def radius_error(self) -> Tensor:
-        """Largest | ||W|| / R - 1 | of the matrices on a sphere: float32, 0-D, on the device; 0 if none."""
+        """Largest | ||W|| / R - 1 | of this rank's matrices on a sphere: float32, 0-D, on the device; 0 if none."""
         errors = [
             (frobenius(group.stack).flatten() / group.state["radius"] - 1).abs().amax()
             for group in self.groups
@@ -297,97 +310,83 @@ class Optimizer:
         return torch.stack(errors).amax() if errors else torch.zeros((), device=self.device)
 
     def _gradients(self) -> list[Tensor]:
-        """Each group's slice of the flat gradient."""
-        return [self.gradient[group.start : group.start + group.size] for group in self.groups]
+        """Each group's slice of this rank's share of the gradient."""
+        return [self._own[group.start : group.start + group.size] for group in self.groups]
 
     def _masters(self) -> dict[str, Tensor]:
+        """Of the blocks that this rank owns."""
         pairs = (zip(group.blocks, group.masters, strict=True) for group in self.groups)
         return {block.name: master for pair in pairs for block, master in pair}
 
+    def _all_masters(self) -> list[tuple[Block, Tensor]]:
+        """Every block with its master; those of other ranks lie in the gradient's buffer until `_free_masters`."""
+        own = self._masters()
+        if self.ranks is None:
+            return [(block, own[block.name]) for block in self.blocks]
+        for place in self._places:
+            if place.rank == self.ranks.rank:
+                place.of(self.gradient).copy_(own[place.block.name])
+        self.ranks.gather(self.gradient)
+        return [(place.block, place.of(self.gradient)) for place in self._places]
+
+    def _free_masters(self) -> None:
+        if self.ranks is not None:
+            self.gradient.zero_()
+
     def _state(self) -> dict[str, Tensor]:
-        views = {"step": self.step_count, "skipped": self.skipped}
+        first = self.ranks is None or self.ranks.rank == 0
+        views = {"step": self.step_count, "skipped": self.skipped} | self._extra if first else {}
         for group in self.groups:
             views |= group.block_state()
         return views
+
+    def _whole_state(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Names, shapes and dtypes of the state of all ranks together."""
+        whole = {name: (torch.Size(), torch.int64) for name in ("step", "skipped")}
+        whole |= {name: (tensor.shape, tensor.dtype) for name, tensor in self._extra.items()}
+        for block in self.blocks:
+            for kind in STATE[block.rule]:
+                shape = torch.Size() if kind == "radius" else torch.Size(block.shape)
+                whole[f"{block.name}.{kind}"] = shape, torch.float32
+        return whole
 
     def _measure_radii(self) -> None:
         for group in self.groups:
             if group.stack is not None and "radius" in group.state:
                 group.state["radius"].copy_(frobenius(group.stack).flatten())
-                for block, radius in zip(group.blocks, group.state["radius"].tolist(), strict=True):
-                    _check_radius(block.name, radius)
+
+    def _check_radii(self, weights: Mapping[str, Tensor]) -> None:
+        for block in self.blocks:
+            if "radius" in STATE[block.rule]:
+                check_radius(block.name, float(frobenius(block.of(weights[block.parameter]).float())))
 
     def _check_weights(self, weights: Mapping[str, Tensor]) -> None:
-        _check("weights", weights, {name: (p.shape, torch.float32) for name, p in self.params.items()})
+        check_tensors("weights", weights, {name: (p.shape, torch.float32) for name, p in self.params.items()})
 
     def _load_masters(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.params.items():
+            parameter.copy_(weights[name])
         masters = self._masters()
-        for block in self.blocks:
+        for block in self.owned:
             masters[block.name].copy_(block.of(weights[block.parameter]))
         self.gradient.zero_()
-        self._write_copies()
 
     def _write_copies(self) -> None:
-        if self._copies:
-            torch._foreach_copy_(self._copies, self._copied)
+        _copy(to=self._copies, source=self._copied)
+
+    def _send_copies(self) -> None:
+        """Hands the compute copies round, one dtype after another."""
+        for mail in self._mail:
+            assert self.ranks is not None
+            _copy(to=mail.sent, source=mail.sent_from)
+            self.ranks.gather(mail.flat)
+            _copy(to=mail.received_by, source=mail.received)
 
 
-def _alike(blocks: list[Block]) -> list[list[Block]]:
-    """Blocks that one group can hold together."""
-    alike: dict[tuple[object, ...], list[Block]] = {}
-    for block in blocks:
-        shape = block.shape if block.rule in MATRIX_RULES else None
-        alike.setdefault((block.rule, shape, block.lr_factor, block.weight_decay), []).append(block)
-    return list(alike.values())
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
-def _aligned(elements: int) -> int:
-    return -(-elements // ALIGNMENT) * ALIGNMENT
-
-
-def _group(blocks: list[Block], params: Mapping[str, torch.nn.Parameter], start: int) -> Group:
-    device = params[blocks[0].parameter].device
-    values = [block.of(params[block.parameter].detach()) for block in blocks]
-    stack = None
-    if blocks[0].rule in MATRIX_RULES:
-        stack = torch.stack([value.float() for value in values])
-        masters = list(stack)
-        offsets = [i * values[0].numel() for i in range(len(blocks))]
-        size = stack.numel()
-    else:
-        masters = [
-            value if block.in_place else value.to(torch.float32, copy=True)
-            for block, value in zip(blocks, values, strict=True)
-        ]
-        offsets, size = [], 0
-        for value in values:
-            offsets.append(size)
-            size += _aligned(value.numel())
-    shape = (size,) if stack is None else stack.shape
-    state = {
-        kind: torch.zeros(len(blocks) if kind == "radius" else shape, device=device) for kind in STATE[blocks[0].rule]
-    }
-    return Group(blocks, start, size, offsets, masters, stack, state)
-
-
-def _check(what: str, given: Mapping[str, Tensor], own: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
-    if missing:
-        raise ValueError(f"{what} lack {missing[0]}" + (f" and {len(missing) - 1} more" * (len(missing) > 1)))
-    if unknown:
-        raise ValueError(
-            f"{what} hold {unknown[0]}" + f" and {len(unknown) - 1} more" * (len(unknown) > 1) + ", unknown here"
-        )
-    for name, (shape, dtype) in own.items():
-        if given[name].shape != shape or given[name].dtype != dtype:
-            raise ValueError(
-                f"{what} {name} is {given[name].dtype} {list(given[name].shape)}, expected {dtype} {list(shape)}"
-            )
-
-
-def _check_radius(name: str, radius: float) -> None:
-    if not 0 < radius < math.inf:
-        raise ValueError(
-            f"matrix {name} has norm {radius}: on a sphere it could never move. "
-            "Give it another initialisation, or a role outside the sphere"
-        )
+def _copy(to: list[Tensor], source: list[Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(to, source)

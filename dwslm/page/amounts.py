@@ -1,6 +1,7 @@
 """Numbers of a run as a reader sees them."""
 
 import math
+import re
 import time
 
 from dwslm.page.words import digits
@@ -8,9 +9,18 @@ from dwslm.page.words import digits
 NAME = 120  # letters of a name that are shown
 
 
+HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What would steer a terminal, turn the direction of writing, or be no text at all."""
+
+
+def visible(text: str) -> str:
+    """Text as runs say it, with a sign in the place of each character that is none to read."""
+    return HIDDEN.sub("\ufffd", text)
+
+
 def shown(name: str) -> str:
     """A name of any length, cut where it would fill the page."""
-    return name if len(name) <= NAME else f"{name[:NAME]}…"
+    return visible(name if len(name) <= NAME else f"{name[:NAME]}…")
 
 
 def amount(value: float) -> str:

@@ -231,7 +231,8 @@ def layer_count(bench: Bench, row: Row) -> int | None:
     local, glob = layers(bench)
     if row.op == "attention":
         return glob if row.case.startswith("global") else local
-    return {"delta_rule": local, "short_conv": local, "mlp": local + glob, "head": 1}.get(row.op)
+    of_locals = dict.fromkeys(("delta_rule", "short_conv", "delta_gate", "gated_norm"), local)
+    return {**of_locals, "mlp": local + glob, "head": 1}.get(row.op)
 
 
 @dataclass(frozen=True)

@@ -106,12 +106,12 @@ def verdict_words(runs: Sequence[RunSummary]) -> str:
     if len(runs) > SIBLINGS or size > VERDICT_BYTES:
         return f"The verdict, held to the noise between seeds: dwslm results verdict {shlex.quote(runs[0].test)}"
     if len(told) < 2:
-        return "No verdict: fewer than two runs have reported."
+        return "Verdict: none, fewer than two runs have reported."
     try:
         words = verdict([open_run(one.path, one.path.parent) for one in told]).words()
     except ValueError as error:
-        words = f"no verdict: {error}"
-    return f"{words[0].upper()}{words[1:]}."
+        words = f"none, {error}"
+    return f"Verdict: {words}."
 
 
 def _row(one: RunSummary, run: RunSummary, own: Brief | None, other: Brief | None) -> tuple[Cell, ...]:

@@ -36,17 +36,18 @@ def export(
     decisions: str | os.PathLike[str] | None,
     *,
     now: float,
+    queue: str | os.PathLike[str] | None = None,
     threads: int | None = None,
 ) -> Exported:
     """Writes the page of `runs_dir` into `out`, made where it is missing; index.html comes last.
 
     Raises:
-        ValueError: where there is no such folder of runs, where `out` holds something else, or where a decision prints a
+        ValueError: where there is no such folder of runs or queue, where `out` holds something else, or where a decision prints a
             figure that is not its run's. Nothing is written then.
         OSError: where a file cannot be read or written.
     """
     folder = Path(out)
-    seen = overview(runs_dir, now)
+    seen = overview(runs_dir, now, queue)
     written = read_decisions(decisions, runs_dir)
     if folder.exists() and not (folder / MADE).exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} holds files that are no exported page; give an empty or new folder with --out")
@@ -85,10 +86,10 @@ def _export(seen: Overview, folder: Path, decisions: Sequence[Decision], now: fl
     for name in before.keys() - marks.keys():
         for path in (folder / "data" / f"{name}.json", folder / "runs" / f"{name}.html"):
             path.unlink(missing_ok=True)
-    listed = to_json(index_page.list_data(seen.runs, marks, now))
+    listed = to_json(index_page.list_data(seen, marks))
     _replace(folder / "data" / "runs.json", listed.encode())
     close = _article(folder / "runs" / f"{seen.runs[0].path.name}.html") if seen.runs else ""
-    index = index_page.render(seen.runs, decisions, seen.unreadable, now, close, live=False)
+    index = index_page.render(seen, decisions, close, live=False)
     _replace(folder / "index.html", index.encode())
     _replace(folder / MADE, json.dumps(marks).encode())
     return Exported(folder / "index.html", len(seen.runs), len(changed))

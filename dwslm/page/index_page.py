@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from dwslm.page.amounts import clock, moment
+from dwslm.page.amounts import clock, moment, shown, visible
 from dwslm.page.document import Cell, Table
 from dwslm.page.html import table_figure
+from dwslm.page.jobs import JobLine
 from dwslm.page.run_words import COLUMNS, STATES, cells, outcomes
 from dwslm.page.svg import Bar, bars
+from dwslm.page.watch import Overview
 from dwslm.runs.decisions import Decision
 from dwslm.runs.summary import RunSummary
 
@@ -26,7 +28,7 @@ NOT_RUN = "not run"
 
 def shell(title: str, body: str, up: str, extra: str = "") -> str:
     """A whole file around `body`. `up` is the way to the folder of the index: "" or "../"."""
-    return (
+    return visible(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
@@ -42,23 +44,14 @@ def shell(title: str, body: str, up: str, extra: str = "") -> str:
     )
 
 
-def render(
-    runs: Sequence[RunSummary],
-    decisions: Sequence[Decision],
-    unreadable: Sequence[tuple[Path, str]],
-    now: float,
-    close: str,
-    *,
-    live: bool,
-    wrong: str = "",
-) -> str:
+def render(seen: Overview, decisions: Sequence[Decision], close: str, *, live: bool, wrong: str = "") -> str:
     """The index.
 
-    close: the article of the run that is shown without being picked, "" for none; now: the moment of the states; wrong: why the
-    decisions are not shown.
+    close: the article of the run that is shown without being picked, "" for none; wrong: why the decisions are not shown.
     """
+    now, runs = seen.now, _runs(len(seen.runs))
     when = f"{moment(now)[:10]} {clock(now)} UTC"
-    status = f"Updated {clock(now)} UTC. {_runs(len(runs))}." if live else f"As of {when}. {_runs(len(runs))}."
+    status = f"Updated {clock(now)} UTC. {runs}." if live else f"As of {when}. {runs}."
     body = [
         '<a class="skip" href="#every-run">To the runs</a>',
         f'<main data-live="{int(live)}" data-now="{now!r}">',
@@ -69,15 +62,17 @@ def render(
         f'<noscript><p class="note">Without JavaScript this is every run as of {escape(when)}: results, table and figures '
         "are all here, and each run has a page of its own.</p></noscript>",
         "</header>",
-        outcome_figure(runs, decisions),
+        outcome_figure(seen, decisions),
         "<section><h2>Results and decisions</h2>",
         f'<p class="warning">Not shown, since they do not hold: {escape(wrong)}</p>'
         if wrong
         else decision_table(decisions),
         '</section>\n<section><h2 id="every-run" tabindex="-1">Every run</h2>',
-        run_table(runs),
-        _unreadable(unreadable),
-        '</section>\n<section aria-labelledby="close-title"><h2 id="close-title">One run up close</h2>',
+        run_table(seen),
+        _unreadable(seen.unreadable),
+        "</section>",
+        job_section(seen.jobs),
+        '<section aria-labelledby="close-title"><h2 id="close-title">One run up close</h2>',
         '<p id="pick" class="note">Pick a run in the table above.' + (" This is the newest." if close else "") + "</p>",
         f'<div id="close">{close}</div></section>',
         f'<footer><p class="note">{"Live: asks for news every 5 seconds." if live else f"Exported {escape(when)}."} '
@@ -101,9 +96,19 @@ def _runs(count: int) -> str:
     return f"{count:,} run" + ("" if count == 1 else "s")
 
 
-def outcome_figure(runs: Sequence[RunSummary], decisions: Sequence[Decision]) -> str:
+def _counts(seen: Overview) -> dict[str, int]:
+    """Runs by state, those that have not begun among them."""
+    return outcomes([run.state for run in seen.runs] + [job.state for job in seen.jobs if job.training])
+
+
+def _counted(seen: Overview) -> str:
+    waiting = sum(job.training for job in seen.jobs)
+    return _runs(len(seen.runs)) + (f", {waiting} more not begun" if waiting else "")
+
+
+def outcome_figure(seen: Overview, decisions: Sequence[Decision]) -> str:
     """Fig. 1: one bar, and the counts in words."""
-    counts = outcomes(runs)
+    counts = _counts(seen)
     if missing := sum(not decision.runs for decision in decisions):
         counts[NOT_RUN] = missing
     total = sum(counts.values())
@@ -111,7 +116,7 @@ def outcome_figure(runs: Sequence[RunSummary], decisions: Sequence[Decision]) ->
     text = ", ".join(f"{n} {state}" for state, n, _ in listed) or "no runs yet"
     bar = bars(
         "outcomes", "Runs by outcome", text,
-        [Bar("", _runs(len(runs)), tuple((float(n), colour) for _, n, (_, colour) in listed))], longest=max(total, 1),
+        [Bar("", _counted(seen), tuple((float(n), colour) for _, n, (_, colour) in listed))], longest=max(total, 1),
     )  # fmt: skip
     items = "".join(
         f'<li data-state="{escape(state)}"><svg aria-hidden="true"><rect class="{colour}" width="100%" height="100%"/></svg>'
@@ -140,9 +145,10 @@ def decision_table(decisions: Sequence[Decision]) -> str:
     return table_figure(table, "results", caption)
 
 
-def run_table(runs: Sequence[RunSummary]) -> str:
+def run_table(seen: Overview) -> str:
     """Every run, newest first. The browser sorts, filters and updates it; without one it stands as it is."""
-    tests = sorted({run.test for run in runs if run.test})
+    runs = seen.runs
+    tests = sorted({run.test for run in runs if run.test} | {job.test for job in seen.jobs if job.test})
     options = "".join(f'<option value="{escape(test)}">{escape(test)}</option>' for test in tests)
     controls = (
         '<form id="controls" hidden="" role="search" aria-label="Find runs">'
@@ -169,13 +175,13 @@ def run_table(runs: Sequence[RunSummary]) -> str:
 
 def run_row(run: RunSummary) -> str:
     folder = run.path.name
-    shown = cells(run)
-    first = f'<a href="runs/{quote(folder)}.html">{escape(shown[0].text)}</a>' + _note(shown[0].note)
+    texts = cells(run)
+    first = f'<a href="runs/{quote(folder)}.html">{escape(texts[0].text)}</a>' + _note(texts[0].note)
     html = [
         f'<tr data-run="{escape(folder)}" data-state="{escape(run.state)}" data-test="{escape(run.test)}">'
         f'<th scope="row">{first}</th>'
     ]
-    for i, (cell, name) in enumerate(zip(shown[1:], COLUMNS[1:], strict=True), 1):
+    for i, (cell, name) in enumerate(zip(texts[1:], COLUMNS[1:], strict=True), 1):
         text = escape(cell.text)
         if i == 1:
             text = f'<span aria-hidden="true">{STATES.get(run.state, ("–", ""))[0]}</span> <span>{text}</span>'
@@ -196,20 +202,51 @@ def _unreadable(folders: Sequence[tuple[Path, str]]) -> str:
     return f'<div class="warning"><p>These folders cannot be read as runs:</p><ul>{items}</ul></div>'
 
 
-def list_data(runs: Sequence[RunSummary], marks: Mapping[str, str], now: float) -> dict[str, Any]:
-    """What the browser polls: the table's cells as text and value. `marks` changes where a run's page does."""
+def job_section(jobs: Sequence[JobLine]) -> str:
+    """Jobs without a run. There and hidden where there are none, so that the browser may fill it."""
     rows = []
-    for run in runs:
-        shown = cells(run)
+    for job in jobs:
+        (name, note), (state, why), since = job_cells(job)
+        sign = STATES.get(job.state, ("–", ""))[0]
+        rows.append(
+            f'<tr data-state="{escape(job.state)}" data-test="{escape(job.test)}">'
+            f'<th scope="row">{escape(name)}{_note(note)}</th>'
+            f'<td data-label="state"><span aria-hidden="true">{sign}</span> <span>{escape(state)}</span>{_note(why)}</td>'
+            f'<td class="num" data-label="since, UTC" data-value="">{escape(since)}</td></tr>'
+        )
+    body = "\n".join(rows)
+    return (
+        f'<section id="queue"{"" if jobs else " hidden"}><h2>In the queue</h2>'
+        '<figure class="table"><figcaption id="jobs-caption">'
+        "Jobs without a run, newest first: waiting, held on purpose, dropped with the reason, or failed before they began."
+        '</figcaption><div class="scroll" tabindex="0" role="region" aria-labelledby="jobs-caption">'
+        '<table id="jobs" class="runs" aria-labelledby="jobs-caption"><thead><tr><th scope="col" class="word">job</th>'
+        '<th scope="col" class="word">state</th><th scope="col" class="num">since, UTC</th></tr></thead>\n'
+        f"<tbody>\n{body}\n</tbody></table></div></figure></section>"
+    )
+
+
+def job_cells(job: JobLine) -> tuple[tuple[str, str], tuple[str, str], str]:
+    """Name and test, state and why, and since when."""
+    of = " · ".join(shown(part) for part in (job.test, job.arm) if part)
+    return (shown(job.name), of), (job.state, shown(job.reason)), moment(job.since)
+
+
+def list_data(seen: Overview, marks: Mapping[str, str]) -> dict[str, Any]:
+    """What the browser polls: the tables' cells as text and value. `marks` changes where a run's page does."""
+    rows = []
+    for run in seen.runs:
+        texts = cells(run)
         rows.append({
-            "run": run.path.name, "state": run.state, "test": run.test, "mark": marks.get(run.path.name, ""),
+            "run": run.path.name, "state": run.state, "test": visible(run.test), "mark": marks.get(run.path.name, ""),
             "sign": STATES.get(run.state, ("–", ""))[0],
             "href": f"runs/{quote(run.path.name)}.html",
-            "cells": [[cell.text, cell.note, _plain(cell.value)] for cell in shown],
+            "cells": [[cell.text, cell.note, _plain(cell.value)] for cell in texts],
         })  # fmt: skip
     return {
-        "clock": clock(now), "now": now, "runs": rows,
-        "outcomes": [[state, n, STATES.get(state, ("–", "quiet"))[1]] for state, n in outcomes(runs).items()],
+        "clock": clock(seen.now), "now": seen.now, "runs": rows, "counted": _counted(seen),
+        "outcomes": [[state, n, STATES.get(state, ("–", "quiet"))[1]] for state, n in _counts(seen).items()],
+        "jobs": [[job.state, visible(job.test), STATES.get(job.state, ("–", ""))[0], *job_cells(job)] for job in seen.jobs],
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from dwslm.page.run_data import RunData, number
 from dwslm.page.words import digits
 
 COLOURS = ("s0", "s1", "s2", "s3", "s4", "s5")
+PARTS = {"data_seconds": "waiting for data", "device_seconds": "waiting for the device"}
 KINDS_OF_MARK = {"resume": "resumed", "rollback": "gone back", "skip": "left out"}
 
 
@@ -139,7 +140,12 @@ def plots(data: RunData) -> Plots:
         one("speed", "Speed", "tokens per second", Series("tokens_per_second", "tokens per second", "s0", "thin"))
         one("mfu", "Share of the device's peak (MFU)", "of 1", Series("mfu", "MFU", "s0", "thin"))
         parts = [
-            Series(name, name.removesuffix(PART).replace("_", " "), COLOURS[(i + 1) % len(COLOURS)], "thin")
+            Series(
+                name,
+                PARTS.get(name, name.removesuffix(PART).replace("_", " ")),
+                COLOURS[(i + 1) % len(COLOURS)],
+                "thin",
+            )
             for i, name in enumerate(history.parts)
         ]
         one("step-time", "Time of a step" + (" and its parts" if parts else ""), "seconds",

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from dwslm.page.amounts import amount, duration, moment, shown
+from dwslm.page.amounts import amount, duration, moment, shown, visible
 from dwslm.page.document import Cell, Table
 from dwslm.page.run_data import RunData, Saved, number
 from dwslm.page.words import digits, percent
@@ -30,7 +30,7 @@ def cells(run: RunSummary) -> tuple[Cell, ...]:
     order = list(STATES)
     return (
         Cell(shown(run.name or run.path.name), note=" · ".join(shown(part) for part in (run.test, run.arm) if part)),
-        Cell(run.state, float(order.index(run.state)) if run.state in order else None, note=run.reason),
+        Cell(run.state, float(order.index(run.state)) if run.state in order else None, note=visible(run.reason)),
         _cell(tokens, amount, share),
         _cell(run.loss, lambda value: f"{value:.4f}"),
         _cell(run.bits_per_byte, lambda value: f"{value:.4f}"),
@@ -47,9 +47,9 @@ def _cell(value: Any, text: Any, note: str = "") -> Cell:
     return Cell(text(float(value)) if np.isfinite(value) else str(float(value)), float(value), note=note)
 
 
-def outcomes(runs: Iterable[RunSummary]) -> dict[str, int]:
-    """Runs by state, in the order of `STATES`, without the states that none is in."""
-    found = [run.state for run in runs]
+def outcomes(states: Iterable[str]) -> dict[str, int]:
+    """How often each state is there, in the order of `STATES`, without those that are not."""
+    found = list(states)
     return {state: found.count(state) for state in [*STATES, *sorted(set(found) - STATES.keys())] if state in found}
 
 
@@ -188,7 +188,9 @@ def slice_key(row: Row) -> tuple[Any, ...]:
 
 
 def slice_name(row: Row) -> str:
-    return " · ".join(str(row[key]) for key in ("source", "language") if row.get(key) is not None) or "all text"
+    return (
+        visible(" · ".join(str(row[key]) for key in ("source", "language") if row.get(key) is not None)) or "all text"
+    )
 
 
 def slice_table(rows: Sequence[Row], before: Mapping[tuple[Any, ...], float]) -> Table:

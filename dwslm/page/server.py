@@ -112,7 +112,9 @@ class Handler(BaseHTTPRequestHandler):
                 article, content = site.run(run, seen)
                 if ending == ".json":
                     return content.encode(), "json"
-                return index_page.run_file(shown(run.name or run.path.name), article, seen.now).encode(), "html"
+                return index_page.run_file(shown(run.name or run.path.name), article, seen.now).encode(
+                    errors="replace"
+                ), "html"
         return None
 
     def _send(self, status: int, content: bytes, ending: str) -> None:

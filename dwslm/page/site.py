@@ -106,9 +106,15 @@ def static_files() -> dict[str, bytes]:
 class Site:
     """The page while it is looked at: runs stay in memory, and only what is new of them is read. Threads may share it."""
 
-    def __init__(self, runs_dir: str | os.PathLike[str], decisions: str | os.PathLike[str] | None):
+    def __init__(
+        self,
+        runs_dir: str | os.PathLike[str],
+        decisions: str | os.PathLike[str] | None,
+        queue: str | os.PathLike[str] | None = None,
+    ):
+        """decisions, queue: file and folder, None for none."""
         self.runs_dir, self.decisions = Path(runs_dir), decisions
-        self._watch = Watch(runs_dir)
+        self._watch = Watch(runs_dir, queue)
         self._readers: dict[str, RunReader] = {}
         self._pages: dict[str, tuple[str, str, str]] = {}
         self._decided: tuple[object, list[Decision], str] | None = None
@@ -121,7 +127,7 @@ class Site:
     def listed(self, seen: Overview) -> bytes:
         """What the browser polls."""
         marks = {run.path.name: mark(run, seen) for run in seen.runs}
-        return to_json(index_page.list_data(seen.runs, marks, seen.now)).encode()
+        return to_json(index_page.list_data(seen, marks)).encode()
 
     def run(self, run: RunSummary, seen: Overview) -> tuple[str, str]:
         """Article and JSON."""
@@ -139,7 +145,7 @@ class Site:
         """The page of all runs, with the newest up close. Decisions whose figures do not hold are replaced by what is wrong."""
         close = self.run(seen.runs[0], seen)[0] if seen.runs else ""
         decisions, wrong = self._decide(seen)
-        return index_page.render(seen.runs, decisions, seen.unreadable, seen.now, close, live=True, wrong=wrong)
+        return index_page.render(seen, decisions, close, live=True, wrong=wrong)
 
     def _decide(self, seen: Overview) -> tuple[list[Decision], str]:
         """The decisions, or what is wrong with them; looked at again when their file or any run has changed."""

@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dwslm.page.jobs import JobLine, Jobs
 from dwslm.page.run_data import Signature, signature
 from dwslm.runs.folder import RunFolder, list_runs, open_run
 from dwslm.runs.summary import RunSummary, summaries, summary
@@ -22,13 +23,25 @@ class Overview:
     signatures: Mapping[str, Signature]
     unreadable: tuple[tuple[Path, str], ...]
     now: float
+    jobs: tuple[JobLine, ...] = ()
+    """Of the queue: those without a run."""
 
     def find(self, folder: str) -> RunSummary | None:
         return next((run for run in self.runs if run.path.name == folder), None)
 
 
-def overview(runs_dir: str | os.PathLike[str], now: float) -> Overview:
-    """One look. Raises ValueError where there is no such folder."""
+def overview(runs_dir: str | os.PathLike[str], now: float, queue: str | os.PathLike[str] | None = None) -> Overview:
+    """One look. Raises ValueError where there is no such folder, or no queue where one is named."""
+    return told(_look(runs_dir, now), Jobs(queue))
+
+
+def told(seen: Overview, jobs: Jobs) -> Overview:
+    """With what the queue says."""
+    runs, lines = jobs.look(seen.runs, seen.now)
+    return replace(seen, runs=runs, jobs=lines)
+
+
+def _look(runs_dir: str | os.PathLike[str], now: float) -> Overview:
     root = Path(runs_dir)
     if not root.is_dir():
         raise ValueError(f"no folder of runs at {root}; give it with --runs DIR")
@@ -42,16 +55,21 @@ def overview(runs_dir: str | os.PathLike[str], now: float) -> Overview:
 class Watch:
     """Looks at the same folder again and again. For one thread at a time."""
 
-    def __init__(self, runs_dir: str | os.PathLike[str]):
+    def __init__(self, runs_dir: str | os.PathLike[str], queue: str | os.PathLike[str] | None = None):
+        """queue: folder of the queue, None for none."""
         self.runs_dir = Path(runs_dir)
+        self._jobs = Jobs(queue)
         self._folders: dict[str, RunFolder] = {}
         self._known: dict[str, tuple[Signature, int, RunSummary, float]] = {}
         self._began = False
 
     def look(self, now: float) -> Overview:
         """Raises ValueError where the folder is gone."""
+        return told(self._runs(now), self._jobs)
+
+    def _runs(self, now: float) -> Overview:
         if not self._began:
-            first = overview(self.runs_dir, now)
+            first = _look(self.runs_dir, now)
             self._known = {
                 run.path.name: (first.signatures[run.path.name], _lock(run.path), run, now) for run in first.runs
             }

@@ -10,6 +10,8 @@ OPS = {
     "attention": "softmax attention",
     "delta_rule": "delta rule",
     "short_conv": "short convolution",
+    "delta_gate": "decay gate",
+    "gated_norm": "gated norm",
     "mlp": "MLP",
     "head": "loss head",
     "norm": "norm",

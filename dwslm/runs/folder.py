@@ -55,6 +55,11 @@ class RunFolder:
         """Its arm of that test, "" where it was not named."""
         return str(self._proxy().get("arm") or "")
 
+    @property
+    def job(self) -> str:
+        """The job of a queue that it was started by, "" for none."""
+        return str(self._proxy().get("job") or "")
+
     def _proxy(self) -> dict[str, Any]:
         config = self.record.get("config")
         proxy = config.get("proxy") if isinstance(config, dict) else None

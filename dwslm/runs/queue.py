@@ -279,6 +279,7 @@ class Queue:
             self._end(job, event, time)
         elif kind == "hold":
             job.hold = {"reason": event["reason"], "until": event.get("until")}
+            job.since = job.since if job.claim else time
         elif kind == "release":
             job.hold, job.since = None, time
         elif kind == "retry":
@@ -287,7 +288,7 @@ class Queue:
             job.avoid.clear()
         elif kind == "drop":
             job.dropped, job.decision = event["reason"], event.get("decision")
-            job.over = True
+            job.over, job.since = True, job.since if job.claim else time
         elif kind == "preempt" and job.claim is not None and job.claim.number == event["claim"]:
             job.preempt_by = event["by"]
         self._place(job)

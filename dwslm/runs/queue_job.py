@@ -62,7 +62,7 @@ class Job:
     order: int
     added: float
     since: float
-    """When it began to wait, in seconds since 1970."""
+    """When it came to stand as it does while nobody has it: added, ended, held, released, dropped; in seconds since 1970."""
     claim: Claim | None = None
     closed: int = 0  # number of the last claim that is over
     starts: int = 0

@@ -81,7 +81,7 @@ class Spool:
     def __init__(self, mono: Callable[[], float], limit: int = LIMIT):
         self._mono, self._limit = mono, limit
         # Putting takes no lock and wakes nobody: on a busy machine either could cost the caller its core.
-        self._handed: deque[tuple[Lines, bytes]] = deque()
+        self._handed: deque[tuple[Lines, Callable[[], bytes]]] = deque()
         self._wake = threading.Event()
         self._waiting: deque[tuple[Lines, bytes]] = deque()  # the thread's own: taken over, and not written yet
         self._put = self._written = self._synced = self._wanted = 0  # counts of lines; wanted: to be synced at once
@@ -93,8 +93,8 @@ class Spool:
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def put(self, lines: Lines, line: bytes) -> None:
-        """Hands a line over; one thread at a time. The file is open already."""
+    def put(self, lines: Lines, line: Callable[[], bytes]) -> None:
+        """Hands a line over, to be made by the thread; one caller at a time. The file is open already. `line` may not raise."""
         if self._put - self._written >= self._limit:
             with self._change:
                 while self._put - self._written >= self._limit:
@@ -144,7 +144,8 @@ class Spool:
                 self._wake.wait(pause)
             self._wake.clear()
             while self._handed:
-                self._waiting.append(self._handed.popleft())
+                lines, line = self._handed.popleft()
+                self._waiting.append((lines, line()))
             try:
                 self._write()
                 pause = POLL_SECONDS

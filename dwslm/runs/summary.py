@@ -5,6 +5,7 @@ read-only. Files that have grown are read again: metrics from their ends, events
 """
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable
@@ -67,6 +68,8 @@ class RunSummary:
     tags: tuple[str, ...]
     seed: int | None
     config_hash: str
+    job: str = ""
+    """Job of a queue that it was started by, "" for none."""
 
 
 def summaries(runs_dir: str | os.PathLike[str], now: float | None = None) -> list[RunSummary]:
@@ -163,6 +166,8 @@ def _evals(run: RunFolder) -> dict[str, Any]:
 def mean(rows: list[Row], name: str) -> float | None:
     """Of a column, over the rows that have it; None where none does. Not finite where one of them isn't."""
     values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
+    if math.inf in values and -math.inf in values:
+        return math.nan  # fmean refuses them
     return fmean(values) if values else None
 
 
@@ -201,6 +206,7 @@ def _summary(run: RunFolder, entry: dict[str, Any], now: float) -> RunSummary:
         tags=tuple(events["tags"]),
         seed=seed,
         config_hash=str(run.record.get("config_hash") or ""),
+        job=run.job,
     )
 
 

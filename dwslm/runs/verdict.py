@@ -10,7 +10,7 @@ import numpy as np
 from dwslm.runs import reader
 from dwslm.runs.figures import SCORE, begun_at, hours
 from dwslm.runs.folder import RunFolder
-from dwslm.runs.summary import REPORTS
+from dwslm.runs.summary import REPORTS, mean
 
 LABELS = ("name", "runs_dir", "resume", "dry_run", "data.verify", "train.seed", "train.device", "train.threads",
           "train.prefetch", "train.log_every", "train.eval_every_tokens", "proxy", "track", "checkpoint")  # fmt: skip
@@ -132,7 +132,9 @@ def verdict(runs: Sequence[RunFolder]) -> Verdict:
     if len({str(run.record.get("hardware")) for run in every}) > 1:
         notes.append("hours cannot be compared: not all runs were made on the same hardware")
     elif not timed:
-        notes.append(f"hours cannot be compared: {late[0] if late else every[0].path.name} has no {metric} by then")
+        name = late[0] if late else every[0].path.name
+        way_out = "; scores on the way make it possible (train.eval_every_tokens)" if metric == SCORE else ""
+        notes.append(f"hours cannot be compared: {name} has no {metric} by then{way_out}")
     arms = [
         Arm(
             name=name,
@@ -215,8 +217,7 @@ def _losses(run: RunFolder) -> np.ndarray:
     """Rows of tokens, hours and loss, each the mean of the last `REPORTS` reports."""
     rows = [row for row in reader.metrics(run) if isinstance(row.get(LOSS), int | float)]
     spent = hours(run, rows)
-    losses = [row[LOSS] for row in rows]
-    means = [fmean(losses[max(0, at - REPORTS + 1) : at + 1]) for at in range(len(rows))]
+    means = [mean(rows[max(0, at - REPORTS + 1) : at + 1], LOSS) for at in range(len(rows))]
     points = [[row["tokens"], hour, loss] for row, hour, loss in zip(rows, spent, means, strict=True)]
     return np.array(points, dtype=float).reshape(-1, 3)
 

@@ -20,6 +20,7 @@ from dwslm.runs.durable import to_json
 from dwslm.runs.spool import Lines, Spool
 
 SCHEMA = 1
+WHOLE = 2**63
 
 
 @dataclass(frozen=True)
@@ -131,14 +132,36 @@ class RunWriter:
                 self.close()
 
     def _put(self, lines: Lines, row: dict[str, Any]) -> None:
-        head = {"schema": SCHEMA, "attempt": self.attempt, "step": self._step, "tokens": self._tokens}
-        stamped = head | {"time": self._clock.wall(), "mono": self._clock.mono()} | row
+        stamped = {
+            "schema": SCHEMA, "attempt": self.attempt, "step": self._step, "tokens": self._tokens,
+            "time": self._clock.wall(), "mono": self._clock.mono(), **row,
+        }  # fmt: skip
+        lines.open()
+        if _plain(stamped):
+            # Making the text is most of the work, and for these it cannot fail: the thread does it.
+            self._spool.put(lines, lambda: _line(stamped))
+            return
         try:
-            line = to_json(stamped).encode() + b"\n"
+            line = _line(stamped)
         except ValueError as error:
             raise ValueError(f"row for {lines.path.name} {error}") from error
-        lines.open()
-        self._spool.put(lines, line)
+        self._spool.put(lines, lambda: line)
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return to_json(row).encode() + b"\n"
+
+
+def _plain(row: dict[str, Any]) -> bool:
+    """Whether a row holds numbers and texts alone, which nobody can change meanwhile and any of which JSON can hold."""
+    for value in row.values():
+        kind = type(value)
+        if kind is int:
+            if not -WHOLE < value < WHOLE:  # Python refuses to write integers of thousands of digits
+                return False
+        elif kind is not float and kind is not str and kind is not bool and value is not None:
+            return False
+    return True
 
 
 def _close_quietly(spool: Spool) -> None:

@@ -28,6 +28,8 @@ from typing import Any
 from torch import Tensor
 
 from dwslm.runs.durable import disk_error, sync, write_synced
+from dwslm.train.distributed import Ranks
+from dwslm.train.shared_save import SharedSave
 from dwslm.train.stored import (
     MANIFEST,
     MODEL,
@@ -92,9 +94,12 @@ def save(
     state: dict[str, Any],
     *,
     pins: Iterable[str] = (),
+    shared: SharedSave | None = None,
 ) -> Checkpoint:
     """Writes `<root>/step-<step>` and returns once it is on disk, pinned for each reason in `pins`.
 
+    `shared`: the save of a rank 0 among several; the others call `save_share`, `optimizer` is its own share, and the caller
+    tells them how it ended.
     `state` is strict JSON (finite numbers, string keys, no tuples), so that it comes back equal. A
     checkpoint of the same step is replaced: the run came to this step anew, and its weights are the ones
     that count.
@@ -104,6 +109,7 @@ def save(
     folder, name = Path(root), step_name(step)
     final, tmp, replaced = folder / name, folder / f"tmp-{name}", folder / f"{REPLACED}{name}"
     reasons = [_check_reason(reason) for reason in pins]
+    shared = shared or SharedSave(Ranks(), 0)
     state_text = json.dumps(state, allow_nan=False)
     assert json.loads(state_text) == state, "checkpoint state: string keys, lists and no tuples, or it changes"
     new_pins: list[Path] = []
@@ -111,13 +117,16 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         clean(folder)
         sequence = 1 + max((one.manifest["sequence"] for one in _open_all(folder)[0]), default=0)
-        tensor_bytes = sum(tensor.nbytes for tensor in (*model.values(), *optimizer.values()))
+        # Ranks share the optimizer's state about evenly.
+        tensor_bytes = sum(t.nbytes for t in model.values()) + shared.world * sum(t.nbytes for t in optimizer.values())
         _check_space(folder, tensor_bytes + len(state_text) + MARGIN_BYTES)
         tmp.mkdir()
+        shared.begun()
         write_tensors(tmp / MODEL, model)
-        write_tensors(tmp / optimizer_file(rank=0, world=1), optimizer)
+        write_tensors(tmp / optimizer_file(0, shared.world), optimizer)
         write_synced(tmp / STATE, state_text)
-        manifest = write_manifest(tmp, step, sequence, model, world=1)
+        shared.wait_written()
+        manifest = write_manifest(tmp, step, sequence, model, shared.world)
         sync(tmp)
         # Pins first: at no instant could retention see this checkpoint without them.
         for path in (_pin_path(folder, step, reason) for reason in reasons):
@@ -141,6 +150,17 @@ def save(
     if replaced.exists():
         _delete(replaced)
     return Checkpoint(final, step, manifest)
+
+
+def save_share(root: str | os.PathLike[str], step: int, optimizer: Mapping[str, Tensor], shared: SharedSave) -> None:
+    """A rank's part of a save whose rank 0 calls `save`: writes its file, and returns once the whole is on disk.
+
+    Raises OSError where any rank could not do its part; the caller tells the others of this one's.
+    """
+    shared.wait_begun()
+    write_tensors(Path(root) / f"tmp-{step_name(step)}" / optimizer_file(shared.rank, shared.world), optimizer)
+    shared.written()
+    shared.wait_committed()
 
 
 def clean(root: str | os.PathLike[str]) -> list[str]:

@@ -1,8 +1,13 @@
 """The device a run computes on, how it is made deterministic, and how fast its matrix unit is on paper."""
 
-from collections import deque
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+Result = TypeVar("Result")
 
 # Dense bf16 peaks in FLOP/s, from the vendor's data sheets. A device that is not listed has no MFU: a guess would be worse.
 PEAK_BF16 = {
@@ -63,11 +68,29 @@ STEPS_AHEAD = 2
 
 
 class RunAhead:
-    """Keeps the host at most `STEPS_AHEAD` steps ahead of a GPU: the GPU never waits, and a run that is to leave not long."""
+    """Keeps the host at most `STEPS_AHEAD` steps ahead of a GPU: the GPU never waits, and a run that is to leave not long.
+
+    It also counts what the host waits for. Nothing is asked of the device for that: the host waits there anyway.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._ends: deque[torch.cuda.Event] = deque()
+        self._waited: defaultdict[str, float] = defaultdict(float)  # seconds, by what for
+
+    def timed(self, what: str, call: Callable[[], Result]) -> Result:
+        """Calls something that waits for `what` ("data", "device")."""
+        began = time.perf_counter()
+        result = call()
+        self._waited[what] += time.perf_counter() - began
+        return result
+
+    def waits(self, steps: int) -> dict[str, float]:
+        """Seconds a step since the last call: `data_seconds`, on a GPU `device_seconds`. The rest is the host's own work."""
+        names = ("data", "device") if self._device.type == "cuda" else ("data",)
+        told = {f"{name}_seconds": self._waited[name] / steps for name in names}
+        self._waited.clear()
+        return told
 
     def wait(self) -> None:
         """Call after queueing a step; returns when the device has ended all but the last few."""
@@ -77,4 +100,4 @@ class RunAhead:
         end.record(torch.cuda.current_stream(self._device))
         self._ends.append(end)
         if len(self._ends) > STEPS_AHEAD:
-            self._ends.popleft().synchronize()
+            self.timed("device", self._ends.popleft().synchronize)

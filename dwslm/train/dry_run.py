@@ -73,7 +73,9 @@ def one_step(
     step = TrainStep(model, optimizer, rows, context, len(batch.docs), compile=train.compile and on_gpu)
     started = time.perf_counter()
     loss, norm = step.run(
-        GlobalBatch([micro_batch], micro_batch.scored, batch.segments, batch.padding, first_row=0, next_row=rows),
+        GlobalBatch(
+            [micro_batch], micro_batch.scored * plan.world, batch.segments, batch.padding, first_row=0, next_row=rows
+        ),
         plan.rate(0),
     )
     nats = loss.item()
@@ -113,15 +115,21 @@ def estimate(model: LanguageModel, optimizer: Optimizer, tokens: int) -> dict[st
             if short_conv.resolve(s.conv_engine, optimizer.device, mixer.head_dim) == "torch":
                 kept += 9 * inner  # shifted copies of q, k, v, which the compiler keeps (measured: docs/lab-notes.md)
             per_token += 4 * inner  # log decay, float32
-        kept += 4 * s.width + 2 * s.mlp_hidden  # two norms, the stream twice, the MLP
+        kept += 4 * s.width + s.mlp_hidden  # two norms, the stream twice, the hidden layer
+        if s.mlp_precision == "model":
+            kept += s.mlp_hidden  # its square
+        elif s.mlp_precision == "fp8_delayed":
+            per_token += s.mlp_hidden + s.width  # the square and the input, transposed float8
         kept += 2 * s.width if s.depth_block else 0
         per_token += element * kept
     copies = sum(p.numel() * p.element_size() for p in model.parameters())
+    # This rank's share; gradients alone are those of the whole model.
+    held = memory_bytes(optimizer.owned) | {"gradient": optimizer.gradient.nbytes}
     logits = min(CHUNK_BYTES, tokens * element * model.vocab_size)
     return {
         "model (compute copies, tables)": copies,
         "gradients of a micro-batch": copies,
-        **{f"optimizer: {kind}": size for kind, size in memory_bytes(optimizer.blocks).items()},
+        **{f"optimizer: {kind}": size for kind, size in held.items()},
         f"activations of {tokens:,} tokens, compiled": per_token * tokens,
         "loss head (a chunk of logits and its gradient)": 2 * logits + 4 * model.head.weight.numel(),
     }

@@ -23,6 +23,7 @@ from dwslm.runs.writer import RunWriter
 from dwslm.train import checkpoint as checkpoints
 from dwslm.train.checkpoint import CheckpointSettings
 from dwslm.train.device import RunAhead, peak_flops
+from dwslm.train.distributed import START_SECONDS, Ranks
 from dwslm.train.guard import Guard, GuardSettings
 from dwslm.train.plan import Plan
 from dwslm.train.report import MATRIX_FLOPS, TrainProgress
@@ -54,6 +55,8 @@ class Trainer:
         stream: training rows; `valid`: held-out dataset, None where nothing is scored.
         run, writer: where everything is written.
         signals: open, so that they are noted.
+        ranks: those that train this together, None for this process alone. All but the first have a writer and a console
+            that keep silent.
         position: where to go on.
     """
 
@@ -75,6 +78,7 @@ class Trainer:
         console: Console,
         signals: Signals,
         position: Position,
+        ranks: Ranks | None = None,
     ):
         self.plan, self.settings, self.evaluate = plan, train, evaluate
         self.config, self.model, self.optimizer, self.stream, self.valid = (
@@ -85,11 +89,11 @@ class Trainer:
             valid,
         )
         self.run, self.writer, self.console, self.position = run, writer, console, position
-        self.signals = signals
+        self.signals, self.ranks = signals, ranks or Ranks()
         self.device = model.embedding.weight.device
         self.guard = Guard(guard, self.device)
         self.skips = Skips(self.guard, writer, console)
-        self.saver = Saver(run, writer, console, optimizer, checkpoint)
+        self.saver = Saver(run, writer, console, optimizer, checkpoint, self.ranks)
         self.run_ahead = RunAhead(self.device)
         self.step: TrainStep | None = None
         self.warm = False  # whether this process has run a step
@@ -110,7 +114,7 @@ class Trainer:
         with self.saver, TrainProgress(self.console, plan, position.step) as progress:
             if save_first:
                 self.save()
-            if position.step > 0 and plan.scores(position.step) and not self._scored(position.step):
+            if position.step > 0 and plan.scores(position.step) and not self.ranks.first(self._scored(position.step)):
                 self.score()  # killed between the save and the score
             self.saver.wait()
             self._pin_best()  # or between the score and the pin
@@ -124,7 +128,7 @@ class Trainer:
         plan, position = self.plan, self.position
         since, reported = time.perf_counter(), position.step
         for number in range(position.step, plan.steps):
-            batch = next(loader)
+            batch = self.run_ahead.timed("data", loader.__next__)
             rate = plan.rate(number)
             if self._new_phase(batch.first_row, batch.next_row):
                 self.guard.restart()
@@ -133,16 +137,17 @@ class Trainer:
             with nullcontext() if self.warm else self.signals.at_once():
                 step.run(batch, rate)
             self.warm = True
+            self.ranks.expect(None)
             self.run_ahead.wait()
             position.step, position.row = number + 1, batch.next_row
             position.tokens += plan.batch_tokens
             self.skips.note(position.step, position.tokens, batch)
 
             report = position.step % self.settings.log_every == 0 or position.step == plan.steps
-            leave = self.signals.received
+            leave = self.ranks.agree(self.signals.received)
             save = plan.saves(position.step)
             if report or save or leave or self.skips.must_hear:
-                verdict = self.skips.hear()
+                verdict = self.run_ahead.timed("device", self.skips.hear)
             if report:
                 row: dict[str, Any] = {
                     "step": position.step,
@@ -155,11 +160,14 @@ class Trainer:
                     "segments": batch.segments,
                     "text_share": 1 - batch.padding / plan.batch_tokens,
                 }
+                row |= self.run_ahead.waits(position.step - reported)
                 seconds = (time.perf_counter() - since) / (position.step - reported)
+                busy = self.ranks.busy(seconds, position.step - reported)
                 since, reported = time.perf_counter(), position.step
                 speed = plan.batch_tokens / seconds
                 peak = peak_flops(self.device)
-                row |= {"tokens_per_second": speed, "mfu": peak and self.flops_per_token * speed / peak}
+                mfu = peak and self.flops_per_token * speed / (peak * plan.world)
+                row |= {"tokens_per_second": speed, "mfu": mfu, **busy}
                 if self.device.type == "cuda":
                     row["peak_memory"] = torch.cuda.max_memory_allocated(self.device)
                 self.writer.metrics(row)
@@ -192,17 +200,20 @@ class Trainer:
             "guard": self.skips.state(),
             "config": dict(self.config),
         }
-        self.saver.save(position.step, position.tokens, state, self.plan.pins.get(position.step))
+        with self.ranks.patience():  # the save before may have to be waited for
+            self.saver.save(position.step, position.tokens, state, self.plan.pins.get(position.step))
 
     def _finish_saving(self) -> None:
         """Returns once the last save is on disk; raises OSError where it has failed."""
-        self.saver.wait()
+        with self.ranks.patience():
+            self.saver.wait()
         if self.saver.failure is not None:
             raise self.saver.failure
 
     def _leave(self, signal: str) -> None:
         """Saves this step, unless that was done, and raises Preempted."""
-        self.saver.wait()
+        with self.ranks.patience():
+            self.saver.wait()
         if self.saver.saved_step != self.position.step:
             self.save()
         self._finish_saving()
@@ -217,7 +228,7 @@ class Trainer:
         if self.skips.rollbacks == self.guard.settings.max_rollbacks:
             raise FloatingPointError(f"{failed}, after going back {self.skips.rollbacks} times; try a lower optim.lr")
         self.saver.wait()
-        good = checkpoints.newest_before(self.run.checkpoints, self.skips.recent[0].step)
+        good = self._newest_before(self.skips.recent[0].step)
         if good is None:
             raise FloatingPointError(f"{failed}, and there is no checkpoint from before them; try a lower optim.lr")
         load_checkpoint(good, self.optimizer)
@@ -244,11 +255,24 @@ class Trainer:
         self.writer.event("resume", step=at.step, tokens=at.tokens, changed={}, rollback=rollbacks)
         self.save()  # a kill from here on must not lose the way round
 
+    def _newest_before(self, step: int) -> checkpoints.Checkpoint | None:
+        """As `checkpoints.newest_before`; rank 0 reads them all, and the others open what it has found."""
+
+        def look() -> str:
+            found = checkpoints.newest_before(self.run.checkpoints, step)
+            return "" if found is None else str(found.path)
+
+        with self.ranks.patience():
+            path = self.ranks.tell(look)
+        return checkpoints.open_checkpoint(path) if path else None
+
     def _loader(self) -> Loader:
         return Loader(
             self.stream,
             first_row=self.position.row,
             micro_batch_tokens=self.settings.micro_batch_tokens,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
             grad_accum=self.plan.grad_accum,
             depth=self.settings.prefetch,
             pin=self.device.type == "cuda",
@@ -258,6 +282,7 @@ class Trainer:
         """The step for batches of this shape: each rung of the ladder has its own."""
         shape = batch.micro_batches[0]
         if self.step is None or self.step.context != shape.context:
+            self.ranks.expect(START_SECONDS)  # compiling takes one rank longer than another
             rows, slots = len(shape.tokens) // shape.context, len(shape.cu_seqlens) - 1
             self.step = TrainStep(
                 self.model,
@@ -266,6 +291,7 @@ class Trainer:
                 shape.context,
                 slots,
                 compile=self.settings.compile,
+                record=self.settings.record,
                 guard=self.guard,
             )
             if self.plan.rungs[1:]:
@@ -286,10 +312,19 @@ class Trainer:
         settings = self.evaluate
         if self.settings.eval_documents is not None:
             settings = replace(settings, max_documents=self.settings.eval_documents)
-        self.saver.wait()  # scoring may fail or be killed: what is scored is safe first
+        with self.ranks.patience():
+            self.saver.wait()  # scoring may fail or be killed: what is scored is safe first
         started = time.perf_counter()
-        with self.signals.at_once():
-            scores = score(nats_function(self.model), self.valid, settings, training_context=self.plan.context)
+        with self.signals.at_once(), self.ranks.patience():
+            scores = score(
+                nats_function(self.model),
+                self.valid,
+                settings,
+                training_context=self.plan.context,
+                rank=self.ranks.rank,
+                world=self.ranks.world,
+                total=self.ranks.total,
+            )
             report = make_report(scores, samples=settings.bootstrap_samples, seed=settings.seed)
         at = {"step": self.position.step, "tokens": self.position.tokens}
         for row in report_rows(report):
@@ -302,7 +337,7 @@ class Trainer:
 
     def _pin_best(self) -> None:
         """Pins the checkpoint of the lowest score among those that compare with the last one: same text, same context."""
-        rows = self._overall_rows()
+        rows = self._overall_rows() if self.ranks.leads else []
         if not rows:
             return
         same = ("context", "dataset", "documents")

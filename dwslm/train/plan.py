@@ -16,7 +16,8 @@ class Plan:
 
     Attributes:
         steps: optimizer steps in all.
-        batch_tokens: token slots a step.
+        batch_tokens: token slots a step, on all ranks together.
+        world: processes that share a step.
         grad_accum: micro-batches a step and process.
         rungs: (first step, slots in a row) of each rung of the context ladder; one that begins with 0 where there is none.
         micro_batch_tokens: slots of a micro-batch, on every rung.
@@ -30,6 +31,7 @@ class Plan:
     batch_tokens: int
     grad_accum: int
     micro_batch_tokens: int
+    world: int
     rungs: tuple[tuple[int, int], ...]
     lr: float
     save_stride: int
@@ -67,6 +69,7 @@ def make_plan(
     context: int,
     lr: float | None = None,
     ladder: Sequence[Rung] = (),
+    world: int = 1,
 ) -> Plan:
     """Derives the plan.
 
@@ -74,6 +77,7 @@ def make_plan(
         context: slots in a row of the packed data.
         lr: peak rate that a resumed run keeps; None takes it from the settings or the law.
         ladder: rungs with longer rows.
+        world: processes that share each step.
 
     Raises:
         ValueError: where the sizes do not divide, or no learning rate can be derived.
@@ -83,6 +87,12 @@ def make_plan(
             raise ValueError(
                 f"train.micro_batch_tokens={train.micro_batch_tokens} is not a multiple of the context {slots}"
             )
+    if train.batch_tokens % (world * train.micro_batch_tokens):
+        raise ValueError(
+            f"train.batch_tokens={train.batch_tokens} can't be dealt to {world} ranks in micro-batches of "
+            f"train.micro_batch_tokens={train.micro_batch_tokens}: their product {world * train.micro_batch_tokens} must divide "
+            "it; make the micro-batch smaller, or take fewer ranks"
+        )
     steps = -(-train.tokens // train.batch_tokens)
 
     def stride(tokens: int) -> int:
@@ -92,8 +102,9 @@ def make_plan(
     return Plan(
         steps=steps,
         batch_tokens=train.batch_tokens,
-        grad_accum=train.batch_tokens // train.micro_batch_tokens,
+        grad_accum=train.batch_tokens // (world * train.micro_batch_tokens),
         micro_batch_tokens=train.micro_batch_tokens,
+        world=world,
         rungs=((0, context), *((first_step(rung.start, steps), rung.context) for rung in ladder)),
         lr=lr if lr is not None else learning_rate(steps * train.batch_tokens, train.batch_tokens, optim),
         save_stride=stride(checkpoint.every_tokens),

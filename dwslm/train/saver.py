@@ -16,6 +16,9 @@ from dwslm.runs.folder import RunFolder
 from dwslm.runs.writer import RunWriter
 from dwslm.train import checkpoint as checkpoints
 from dwslm.train.checkpoint import CheckpointSettings
+from dwslm.train.distributed import Ranks
+from dwslm.train.shared_save import SharedSave
+from dwslm.train.stored import step_name
 
 Copied = tuple[torch.cuda.Event, torch.cuda.Event]
 Arguments = tuple[int, int, dict[str, Any], str | None, Copied | None, float]
@@ -30,21 +33,33 @@ class Saver:
     A save that the disk refuses leaves training and the older checkpoints as they are, with an event. After
     `checkpoint.max_failures` of them in a row, or for any other error, the next call here raises it. A pinned
     checkpoint cannot be made later, so that one is tried again before its copy is overwritten.
+
+    Among several ranks all save at once, each its share of the optimizer's state, and a save succeeds or fails for all.
+    Rank 0 keeps the weights, and order in the folder.
     """
 
     def __init__(
-        self, run: RunFolder, writer: RunWriter, console: Console, optimizer: Optimizer, settings: CheckpointSettings
+        self,
+        run: RunFolder,
+        writer: RunWriter,
+        console: Console,
+        optimizer: Optimizer,
+        settings: CheckpointSettings,
+        ranks: Ranks | None = None,
     ):
+        self.ranks = ranks or Ranks()
         self.run, self.writer, self.console = run, writer, console
         self.optimizer, self.settings = optimizer, settings
         # Filled again for each save: making them costs more than filling them, above all pinned ones.
         pin = optimizer.device.type == "cuda"
-        self._model = {name: _host(p.shape, torch.float32, pin) for name, p in optimizer.params.items()}
+        kept = optimizer.params if self.ranks.leads else {}
+        self._model = {name: _host(p.shape, torch.float32, pin) for name, p in kept.items()}
         self._state = {name: _host(t.shape, t.dtype, pin) for name, t in optimizer.state().items()}
         self._thread: threading.Thread | None = None
         self._failed: deque[OSError] = deque()  # in a row
         self._error: BaseException | None = None
         self._owed: Arguments | None = None
+        self._saves = 0
         self.saved_step: int | None = None
         """Of the last checkpoint, once it is safe on disk."""
         self._noted_grace = False
@@ -69,13 +84,13 @@ class Saver:
         started = time.perf_counter()
         self.wait()
         if self._owed is not None:
-            self._write(*self._owed)
+            self._write(*self._owed, self._shared())
             if self._owed is not None:
                 raise self._failed[-1]
         self.saved_step = None
         copied = self._copy()
         blocked = time.perf_counter() - started
-        arguments = step, tokens, state, pin, copied, blocked
+        arguments = step, tokens, state, pin, copied, blocked, self._shared()
         self._thread = threading.Thread(target=self._write, args=arguments, name="saver")
         self._thread.start()
 
@@ -101,6 +116,10 @@ class Saver:
         """Why the last save failed; None where it did not."""
         return self._failed[-1] if self._failed else None
 
+    def _shared(self) -> SharedSave:
+        self._saves += 1
+        return SharedSave(self.ranks, self._saves)
+
     def _copy(self) -> Copied | None:
         """Fills the buffers. On a GPU the copies are queued between two events; what is queued later comes after them."""
         if self.optimizer.device.type != "cuda":
@@ -121,6 +140,7 @@ class Saver:
         pin: str | None,
         copied: Copied | None,
         blocked: float,
+        shared: SharedSave,
     ) -> None:
         """The thread: from the copy to the end of retention. No error leaves it."""
         self._owed = None
@@ -132,34 +152,41 @@ class Saver:
                 blocked = max(blocked, begun.elapsed_time(done) / 1000)
             started = time.perf_counter()
             self.writer.flush()  # a checkpoint does not outlive the rows of its steps
-            saved = checkpoints.save(
-                self.run.checkpoints, step, self._model, self._state, state, pins=[pin] if pin else []
-            )
+            root, pins = self.run.checkpoints, [pin] if pin else []
+            if self.ranks.leads:
+                checkpoints.save(root, step, self._model, self._state, state, pins=pins, shared=shared)
+            else:
+                checkpoints.save_share(root, step, self._state, shared)
             written = time.perf_counter() - started
             self.writer.event(
                 "checkpoint",
                 step=step,
                 tokens=tokens,
-                path=saved.path.name,
+                path=step_name(step),
                 seconds=blocked + written,
                 blocked_seconds=blocked,
                 write_seconds=written,
                 pinned=pin,
             )
+            shared.committed()
             self.saved_step = step
             self.retain()
             self._failed.clear()
             self._note_grace(blocked + time.perf_counter() - started)
         except OSError as error:
+            shared.failed(error)
             self._failed.append(error)
             if pin is not None and self.saved_step != step:
                 self._owed = step, tokens, state, pin, copied, blocked
             self._tell(step, tokens, error)
         except BaseException as error:  # whatever it is, it belongs to the loop
+            shared.failed(error)
             self._error = error
 
     def retain(self) -> None:
         """Deletes what need not be kept, with an event for each. Not while something is being written elsewhere."""
+        if not self.ranks.leads:
+            return
         for path in checkpoints.retain(self.run.checkpoints, self.settings.keep_last):
             self.writer.event("checkpoint_deleted", path=path.name)
 

@@ -10,9 +10,10 @@ class TrainSettings:
     tokens: int = 23_000_000_000
     """Planned length of the run in token slots; rounded up to whole steps. Schedule and data phases are fractions of it."""
     batch_tokens: int = 524_288
-    """Token slots of one optimizer step."""
+    """Token slots of one optimizer step, on all ranks together."""
     micro_batch_tokens: int = 65_536
-    """Token slots of one forward and backward pass; a step accumulates batch_tokens / micro_batch_tokens of them."""
+    """Token slots of one forward and backward pass; a step accumulates batch_tokens / micro_batch_tokens of them, dealt to the
+    ranks evenly."""
     seed: int = 0
     """Decides the initial weights and the order of the data."""
     device: str = "auto"
@@ -23,6 +24,8 @@ class TrainSettings:
     """Use deterministic algorithms throughout, so that the same run gives the same bits on a GPU too (a CPU's always are)."""
     compile: bool = False
     """Run the model and the optimizer through torch.compile. A CPU needs a C++ compiler for it."""
+    record: bool | None = None
+    """Replay each step as CUDA graphs, recorded when it has run once; null does where `train.compile` compiles for a GPU."""
     prefetch: int = 2
     """Steps of data that the loader keeps ready."""
     log_every: int = 10

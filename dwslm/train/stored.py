@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dwslm.optim.shares import join
 from dwslm.runs.durable import sync, write_synced
 
 FORMAT_VERSION = 1
@@ -85,11 +86,20 @@ class Checkpoint:
         """Parameter name -> weights on the CPU, in the dtype saved."""
         return _load(self.path / MODEL)
 
-    def load_optimizer(self, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
-        """One rank's optimizer state on the CPU. Raises ValueError where another number of ranks wrote it."""
-        if (wrote := self.manifest["world"]) != world:
-            raise ValueError(f"{self.path} was written by {wrote} ranks, this run has {world}")
-        return _load(self.path / optimizer_file(rank, world))
+    @property
+    def world(self) -> int:
+        """How many ranks wrote it."""
+        return int(self.manifest["world"])
+
+    def load_optimizer(self) -> dict[str, Tensor]:
+        """The optimizer state of all ranks on the CPU, whole blocks under their names, however many ranks wrote it.
+
+        Raises ValueError where a file cannot be read, or they do not fit together.
+        """
+        try:
+            return join([_load(self.path / optimizer_file(rank, self.world)) for rank in range(self.world)])
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}" if str(self.path) not in str(error) else str(error)) from error
 
     @property
     def state(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dwslm.bench import attention, delta_rule, head, mlp, newton_schulz, short_conv
+from dwslm.bench import attention, delta_rule, gates, head, mlp, newton_schulz, short_conv
 from dwslm.bench.case import Cost
 from dwslm.bench.figures import blank_row, fill_figures
 from dwslm.bench.request import Request
@@ -77,6 +77,14 @@ def test_the_convolution_reads_and_writes_every_value_once_a_pass():
     cost = short_conv.cost(work(100, 100, [0, 100]), 3072, BF16)
     assert cost.forward_bytes == 2 * 100 * 3072 * 2
     assert cost.bytes == cost.forward_bytes + 3 * 100 * 3072 * 2
+
+
+def test_gates_read_and_write_every_value_once_a_pass():
+    """Eight heads of 128. Decay: 2 bytes in and 4 out forward, 4 and 2 in and 2 out backward. Norm: 2 in, 1 out; 3 in, 2 out."""
+    some, values = work(100, 100, [0, 100]), 100 * 8 * 128
+    decay, norm = (case.cost(some) for case in gates.cases(MAIN, BF16, torch.device("cpu")))
+    assert (decay.forward_bytes, decay.bytes) == (6 * values, 14 * values)
+    assert (norm.forward_bytes, norm.bytes) == (3 * 2 * values, 8 * 2 * values)
 
 
 def test_newton_schulz_by_its_products():

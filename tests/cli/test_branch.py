@@ -136,7 +136,7 @@ def test_a_run_over_a_ladder_resumes_exactly_and_scores_at_its_last_context(tiny
 def test_a_run_on_split_tokens_resumes_exactly_and_is_scored_on_whole_ones(tiny_data, tmp_path):
     def splitting(runs) -> RunConfig:
         config = tiny_config(tiny_data, runs, tokens=8 * 256)
-        config.data.stochastok = StochasTokSettings(0.3)
+        config.data.stochastok = StochasTokSettings(enabled=True, proportion=0.3)
         config.checkpoint = CheckpointSettings(every_tokens=4 * 256, keep_last=20)
         return config
 

@@ -49,6 +49,15 @@ def test_pieces_from_the_command_line(tmp_path, inputs, dwslm):
     assert (code, said.err) == (1, "error: piece 2/2 is missing (1 of 2 are)\n")
 
 
+def test_prepare_tells_of_held_out_texts_in_training(tmp_path, inputs, dwslm):
+    copied = [{**row, "id": f"again-{row['id']}"} for row in records(30, "v")[:3]]
+    more = ["--train", *inputs[1:3], write_jsonl(tmp_path / "copied.jsonl", copied), *inputs[3:], "--vocab-size", "300"]
+    code, said = dwslm("prepare", *more, "--out", tmp_path / "out")
+    assert code == 0 and "note: 3 of the 30 held-out documents" in said.out
+    code, said = dwslm("prepare", *more, "--dedup", "--out", tmp_path / "clean")
+    assert code == 0 and "3 train documents" in said.out and "note:" not in said.out
+
+
 def test_inspect_and_verify(tmp_path, inputs, dwslm):
     dwslm("prepare", *inputs, "--vocab-size", "300", "--out", tmp_path / "out")
     code, said = dwslm("data", "inspect", tmp_path / "out", "--samples", 1)

@@ -4,6 +4,7 @@ import argparse
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 from dwslm.cli.data_mix import add_arguments_mix, run_mix
@@ -33,6 +34,7 @@ def test_tokens_and_epochs_by_source_and_phase(tiny_data, tmp_path, capsys):
     first, last = (phase["sources"][sources[0]]["share"] for phase in told["phases"])
     assert last == pytest.approx(2 * first / (1 + first), rel=0.15)
     assert told["planned_tokens"] == 204_800 and told["rephrased"] == {sources[0]: sources[1]}
+    assert told["stochastok"] == 0
     assert list(tmp_path.glob("rows-*.npz"))  # counted for the run that follows
 
     assert mix(tiny_data, tmp_path, *arguments) == 0
@@ -40,6 +42,13 @@ def test_tokens_and_epochs_by_source_and_phase(tiny_data, tmp_path, capsys):
     assert (
         f"{sources[0]}, rephrased from {sources[1]}" in said and "from 75%" in said and "micro-batches of 1,024" in said
     )
+
+
+def test_split_tokens_are_told(tiny_data, tmp_path, capsys):
+    assert mix(tiny_data, tmp_path, "data.stochastok.enabled=true") == 0
+    assert "StochasTok: 0.1 splits a token" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"proportion=0\.1 has no effect without data\.stochastok\.enabled=true"):
+        mix(tiny_data, tmp_path, "data.stochastok.proportion=0.1")
 
 
 def test_every_rung_and_its_rate_is_told(tiny_data, tmp_path, capsys, monkeypatch):
@@ -50,7 +59,7 @@ def test_every_rung_and_its_rate_is_told(tiny_data, tmp_path, capsys, monkeypatc
     assert [(rung["context"], rung["start"]) for rung in told["rungs"]] == [(256, 0.0), (512, 0.5)]
     measured = told["measured"]
     assert measured["tokens_per_second_256"] > 0 and measured["tokens_per_second_512"] > 0
-    assert measured["first_batch_seconds"] > 0 and measured["resident_mb"] > 10 and "loader_mb" in measured
+    assert measured["first_batch_seconds"] > 0 and measured["resident_mib"] > 10 and "loader_mib" in measured
 
 
 @pytest.mark.parametrize(
@@ -76,3 +85,17 @@ def test_a_held_out_document_in_training_is_refused(tiny_data, tmp_path):
     documents = len(open_dataset(data / "train"))
     with pytest.raises(ValueError, match=f"{documents} of the {documents} held-out documents"):
         mix(data, tmp_path)
+
+
+def test_a_held_out_text_in_training_is_refused_unless_that_is_asked_for(tiny_data, tmp_path, capsys):
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data, data)
+    shutil.rmtree(data / "valid")
+    shutil.copytree(data / "train", data / "valid")
+    documents = np.load(data / "valid" / "00000.docs.npy")
+    documents["id_hash"] ^= np.uint64(1)
+    np.save(data / "valid" / "00000.docs.npy", documents)
+    with pytest.raises(ValueError, match=f"{len(documents)} of the {len(documents)} held-out.*byte for byte.*--dedup"):
+        mix(data, tmp_path)
+    assert mix(data, tmp_path, "data.allow_held_out_copies=true") == 0
+    assert f"note: {len(documents)} of the {len(documents)} held-out documents" in capsys.readouterr().out

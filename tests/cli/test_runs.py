@@ -81,6 +81,13 @@ def test_names_stay_text_and_may_be_long(root: Path, call) -> None:
     assert "x" * 10_000 in call("show", long.id)
 
 
+def test_names_do_not_steer_the_terminal(root: Path, call) -> None:
+    run = make_run(root, "\x1b[31mred\x07 \u202edesrever", losses=[3.0])
+    for words in (["ls"], ["show", run.id]):
+        out = call(*words)
+        assert "\ufffd[31mred\ufffd" in out and not {"\x1b", "\x07", "\u202e"} & set(out)
+
+
 def test_show_puts_the_last_scores_beside_the_ones_before(root: Path, call) -> None:
     run = make_run(root, "a", losses=[3.0] * 4, scores={2: 1.5, 4: 1.25})
     out = call("show", run.id)

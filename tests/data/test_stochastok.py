@@ -236,7 +236,11 @@ def test_lengths_of_documents():
 
 
 def test_settings_are_off_by_default_and_checked():
-    assert StochasTokSettings().proportion == 0.0
+    assert StochasTokSettings().splits_per_token == 0.0
+    assert StochasTokSettings(enabled=True).splits_per_token == 0.1
+    assert StochasTokSettings(enabled=True, proportion=0.25).splits_per_token == 0.25
+    with pytest.raises(ValueError, match=r"proportion=0\.25 has no effect without data\.stochastok\.enabled=true"):
+        StochasTokSettings(proportion=0.25)
     for wrong in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="stochastok proportion"):
-            StochasTokSettings(proportion=wrong)
+        with pytest.raises(ValueError, match=r"stochastok\.proportion.*must be above 0"):
+            StochasTokSettings(enabled=True, proportion=wrong)

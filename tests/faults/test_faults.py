@@ -18,7 +18,8 @@ from tests.faults.cases import GUARD, Lost, Try
 from tests.faults.inject import Fault
 
 
-@pytest.fixture(scope="module")
+# Not of the module: processes that share the tests come back to a module, and the same folder holds one straight run.
+@pytest.fixture(scope="session")
 def straight(tiny_data: Path, memory_folder: Path) -> RunFolder:
     one = Try(tiny_data, memory_folder / "straight", random.Random(0), None)  # type: ignore[arg-type]
     ended = one.child()

@@ -43,7 +43,7 @@ def test_bounded_gate_starts_slow():
     kda = LanguageModel(settings(), 2048).layers[0].mixer
     softplus = torch.nn.functional.softplus(kda.dt_bias)
     assert softplus.min() >= 1e-3 * 0.999 and softplus.max() <= 0.1 * 1.001
-    g = kda.log_decay(torch.zeros(1, 256))
+    g = kda.gates(torch.zeros(1, 256), torch.zeros(1, kda.heads))[0]
     assert g.min() > -0.48 and g.max() < -0.004
 
 
@@ -52,4 +52,4 @@ def test_softplus_gate_draws_its_rate():
     assert kda.A_log.min() >= 0 and kda.A_log.max() <= math.log(16)
     f = torch.randn(5, 256)
     want = -kda.A_log.exp()[:, None] * torch.nn.functional.softplus(f + kda.dt_bias).view(5, 4, 64)
-    assert torch.allclose(kda.log_decay(f), want)
+    assert torch.allclose(kda.gates(f, torch.zeros(len(f), kda.heads))[0], want)

@@ -5,6 +5,7 @@ import torch
 
 from dwslm.model.lm import LanguageModel, ModelSettings
 from dwslm.ops.attention import gpu
+from dwslm.ops.mlp import PRECISIONS
 from tests.model.small import ARMS, SMALL, VOCAB, packed, small_model
 
 LENGTHS = [9, 1, 22, 0, 17, 1, 1, 13]
@@ -138,9 +139,10 @@ def test_seed_alone_decides_the_start():
 
 def test_fp8_trains_the_same_model_within_its_bounds():
     tokens, targets, cu = packed([32, 32])
-    losses = {p: small_model(mlp_precision=p)(tokens, targets, cu, 64).item() for p in ("model", "fp8")}
-    assert losses["fp8"] != losses["model"]
-    assert losses["fp8"] == pytest.approx(losses["model"], rel=0.01)
+    losses = {p: small_model(mlp_precision=p)(tokens, targets, cu, 64).item() for p in PRECISIONS}
+    assert len(set(losses.values())) == 3
+    for precision in ("fp8", "fp8_delayed"):
+        assert losses[precision] == pytest.approx(losses["model"], rel=0.01)
 
 
 def test_each_part_can_be_turned_off():

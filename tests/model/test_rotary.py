@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dwslm.model.rotary import RopeSettings, Rotary, attention_scale, rotation_frequencies
+from dwslm.ops.qk_norm_rope.plain import rotate
 
 
 @pytest.mark.parametrize(("theta", "counts"), [(10_000.0, (21, 25, 18)), (100_000.0, (17, 20, 27))])
@@ -31,9 +32,8 @@ def test_logits_depend_on_distance_alone():
     frequencies = rotation_frequencies(16, RopeSettings())
 
     def logit(i: int, j: int) -> float:
-        a = Rotary(torch.tensor([i]), frequencies, 1.0).apply(q)
-        b = Rotary(torch.tensor([j]), frequencies, 1.0).apply(k)
-        return (a * b).sum().item()
+        a, b = (Rotary(torch.tensor([at]), frequencies, 1.0) for at in (i, j))
+        return (rotate(q, a.cos, a.sin) * rotate(k, b.cos, b.sin)).sum().item()
 
     assert logit(7, 3) == pytest.approx(logit(1007, 1003), abs=1e-4)
     assert logit(7, 3) != pytest.approx(logit(8, 3), abs=1e-3)
@@ -42,9 +42,8 @@ def test_logits_depend_on_distance_alone():
 
 def test_rotation_by_hand():
     """Head of two channels turns by one radian a position."""
-    out = Rotary(torch.tensor([0, 2]), rotation_frequencies(2, RopeSettings()), 1.0).apply(
-        torch.tensor([[[1.0, 0.0]]] * 2)
-    )
+    rotary = Rotary(torch.tensor([0, 2]), rotation_frequencies(2, RopeSettings()), 1.0)
+    out = rotate(torch.tensor([[[1.0, 0.0]]] * 2), rotary.cos, rotary.sin)
     assert out.flatten().tolist() == pytest.approx([1, 0, math.cos(2), math.sin(2)])
 
 

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from dwslm.ops.attention import attention, blocked, check_name, gpu, resolve
+from dwslm.ops.attention import attention, blocked, check_name, cudnn, gpu, resolve
 from dwslm.ops.attention import flash as flash_file
 from dwslm.ops.attention import flex as flex_file
 from dwslm.ops.attention.reference import attention_reference
@@ -64,15 +64,22 @@ def test_rows_are_independent_of_their_batch():
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A made-up GPU: machine(capability) sets its generation; PyTorch has FlashAttention, flash-attn is not installed."""
+    """A made-up GPU: machine(capability) sets its generation; PyTorch has FlashAttention, no other package is installed."""
 
     def set_capability(major: int, minor: int) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
 
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # importing it is an ImportError
+    for package in ("flash_attn", "cudnn"):
+        monkeypatch.setitem(sys.modules, package, None)  # importing it is an ImportError
+    monkeypatch.setattr(cudnn, "unavailable", cudnn.unavailable.__wrapped__)  # what it found before is not remembered
     set_capability(9, 0)
     return set_capability
+
+
+@pytest.fixture
+def with_cudnn(machine, monkeypatch):
+    monkeypatch.setattr(cudnn, "unavailable", lambda: None)
 
 
 def install_flash_attn(monkeypatch, function):
@@ -82,7 +89,9 @@ def install_flash_attn(monkeypatch, function):
 
 
 def test_an_unknown_engine_is_named():
-    with pytest.raises(ValueError, match="unknown attention engine 'flash9': choose one of auto, flash, flash_attn"):
+    with pytest.raises(
+        ValueError, match="unknown attention engine 'flash9': choose one of auto, cudnn, flash, flash_attn"
+    ):
         check_name("flash9")
     with pytest.raises(ValueError, match="unknown attention engine 'flash9'"):
         resolve("flash9", CPU, torch.float32, 128)
@@ -98,6 +107,24 @@ def test_auto_on_a_cpu_is_torch(dtype):
 def test_auto_is_flash_from_ampere_on(machine, generation, dtype):
     machine(*generation)
     assert resolve("auto", GPU, dtype, 128) == "flash"
+
+
+def test_auto_is_cudnn_on_hopper_where_it_is_installed(machine, with_cudnn):
+    assert resolve("auto", GPU, torch.bfloat16, 128) == resolve("cudnn", GPU, torch.float16, 64) == "cudnn"
+    assert resolve("auto", GPU, torch.bfloat16, 256) == "flash"
+    assert resolve("auto", GPU, torch.float32, 128) == "torch"
+    machine(10, 0)
+    assert resolve("auto", GPU, torch.bfloat16, 128) == "flash"
+
+
+def test_deterministic_mode_refuses_cudnn_and_auto_takes_flash(with_cudnn):
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert resolve("auto", GPU, torch.bfloat16, 128) == "flash"
+        with pytest.raises(ValueError, match="'cudnn' has no deterministic backward .* set train.deterministic=false"):
+            resolve("cudnn", GPU, torch.bfloat16, 128)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_auto_is_torch_where_flash_does_not_fit(machine, monkeypatch):
@@ -119,6 +146,18 @@ def test_auto_is_torch_where_flash_does_not_fit(machine, monkeypatch):
         ("flash", GPU, torch.float16, 128, (7, 5), r"needs a GPU of the Ampere generation .* this one has 7\.5"),
         ("flash", GPU, torch.float32, 128, (9, 0), "computes in bfloat16 or float16, not in float32"),
         ("flash", GPU, torch.bfloat16, 12, (9, 0), "needs heads of a multiple of 8 up to 256, and head_dim is 12"),
+        ("cudnn", CPU, torch.bfloat16, 128, (9, 0), "needs an NVIDIA GPU"),
+        ("cudnn", GPU, torch.bfloat16, 128, (8, 0), r"needs a Hopper GPU .* this one has 8\.0: choose auto or flash"),
+        ("cudnn", GPU, torch.float32, 128, (9, 0), "computes in bfloat16 or float16, not in float32"),
+        ("cudnn", GPU, torch.bfloat16, 24, (9, 0), "takes heads of a multiple of 16 up to 128, and head_dim is 24"),
+        (
+            "cudnn",
+            GPU,
+            torch.bfloat16,
+            128,
+            (9, 0),
+            r"needs nvidia-cudnn-frontend, which .*: pip install 'dwslm\[gpu\]'",
+        ),
         (
             "flash_attn",
             GPU,

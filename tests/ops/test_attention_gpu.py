@@ -4,12 +4,14 @@ Two rows of 1,024 tokens, 8 query and 2 key-value heads of 128. q, k and v are v
 """
 
 import contextlib
+import importlib.util
 
 import pytest
 import torch
 
 from dwslm.ops.attention import ENGINES, attention, resolve
 from dwslm.ops.attention.blocked import attention_blocked
+from dwslm.ops.attention.gpu import misfit
 from dwslm.ops.attention.reference import attention_reference
 from dwslm.ops.segments import segments
 from tests.ops.helpers import UNEVEN, boundaries, output_and_gradients, relative_error
@@ -48,8 +50,8 @@ def same_bits(engine, monkeypatch):
         finally:
             torch.use_deterministic_algorithms(False)
 
-    # FlexAttention adds nothing by atomics in either mode; the other mode would only compile it again.
-    return contextlib.nullcontext if engine == "flex" else deterministic
+    # FlexAttention adds nothing by atomics in either mode; the other mode would only compile it again. cuDNN has no other mode.
+    return contextlib.nullcontext if engine in ("flex", "cudnn") else deterministic
 
 
 def packed(offsets):
@@ -89,7 +91,10 @@ def errors(got, want, weight):
     ]
 
 
-def equal(got, want):
+def same(engine, got, want, weight):
+    """Bit for bit; of `cudnn` only the output, since its gradients are sums in no fixed order."""
+    if engine == "cudnn":
+        return torch.equal(got[0], want[0]) and max(errors(got, want, weight)) < 1e-3
     return all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
@@ -145,7 +150,7 @@ def test_a_changed_neighbour_changes_nothing(engine, same_bits, window):
         before, after = (run(attend(seg, engine, window), x, weight) for x in (qkv, changed))
     rest = torch.ones(TOKENS, dtype=torch.bool, device="cuda")
     rest[105:300] = False
-    assert equal([x[rest] for x in before], [x[rest] for x in after])
+    assert same(engine, [x[rest] for x in before], [x[rest] for x in after], weight[rest])
     assert not torch.equal(before[0], after[0])
 
 
@@ -154,7 +159,17 @@ def test_deterministic_mode_gives_the_same_bits_twice(engine, same_bits):
     seg = packed(OTHER)
     with same_bits():
         first, *others = (run(attend(seg, engine), qkv, weight) for _ in range(4))
-    assert all(equal(first, other) for other in others)
+    assert all(same(engine, first, other, weight) for other in others)
+
+
+def test_deterministic_mode_refuses_cudnn_and_auto_takes_flash():
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert resolve("auto", torch.device("cuda"), torch.bfloat16, HEAD_DIM) in ("flash", "torch")
+        with pytest.raises(ValueError, match="'cudnn'"):
+            resolve("cudnn", torch.device("cuda"), torch.bfloat16, HEAD_DIM)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_boundaries_refreshed_in_place_are_honoured(engine):
@@ -217,8 +232,40 @@ def test_compiled_is_one_graph_and_boundaries_compile_nothing(engine):
         assert max(both(boundaries(PACKED).cuda(), PACKED)) < BOUND
 
 
-def test_auto_is_flash_for_bfloat16_and_torch_for_float32():
+def test_auto_is_the_fastest_that_fits_and_torch_for_float32():
     device = torch.device("cuda")
-    ampere = torch.cuda.get_device_capability(device) >= (8, 0)
-    assert resolve("auto", device, torch.bfloat16, HEAD_DIM) == ("flash" if ampere else "torch")
+    capability = torch.cuda.get_device_capability(device)
+    best = "flash" if capability >= (8, 0) else "torch"
+    if capability == (9, 0) and importlib.util.find_spec("cudnn"):
+        best = "cudnn"
+    assert resolve("auto", device, torch.bfloat16, HEAD_DIM) == best
     assert resolve("auto", device, torch.float32, HEAD_DIM) == "torch"
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(16, torch.float16), (64, torch.bfloat16)])
+def test_cudnn_takes_other_heads_and_layouts(head_dim, dtype):
+    """Packed q and k beside values that are a view of rows of another length, as after the fused QK-norm; odd context."""
+    if reason := misfit("cudnn", torch.device("cuda"), dtype, head_dim):
+        pytest.skip(reason)
+    seg = segments(boundaries([0, 1, 1, 290, 300, 427, 600, 600]).cuda(), 600, 300)
+    more = torch.randn(600, 2 * head_dim + 8, device="cuda", dtype=dtype)
+    q, k = (torch.randn(600, n, head_dim, device="cuda", dtype=dtype) for n in (4, 2))
+    v, weight = more[:, : 2 * head_dim].unflatten(1, (2, head_dim)), torch.randn_like(q)
+
+    def both(engine, inputs):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        out = attention(*inputs, seg, scale=head_dim**-0.5, engine=engine)
+        return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]
+
+    got, want = both("cudnn", [q, k, v]), both("torch", [x.float() for x in (q, k, v)])
+    assert max(errors(got, want, weight)) < BOUND
+
+
+def test_cudnn_keeps_the_rules_of_custom_operators(engine):
+    if engine != "cudnn":
+        pytest.skip("another engine")
+    qkv, _ = draw()
+    seg = packed(PACKED)
+    inputs = *(x.requires_grad_() for x in split(qkv)), seg.cu_seqlens, CONTEXT, SCALE, 16
+    checks = "test_schema", "test_autograd_registration", "test_faketensor"
+    torch.library.opcheck(torch.ops.dwslm.attention_cudnn.default, inputs, test_utils=checks)

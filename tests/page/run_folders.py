@@ -35,6 +35,7 @@ def make_run(
     losses: Sequence[float] = (),
     test: str = "",
     arm: str = "",
+    job: str = "",
     seed: int = 0,
     began: float = BEGAN,
     seconds: float = 10.0,
@@ -42,7 +43,7 @@ def make_run(
     **record: Any,
 ) -> RunFolder:
     """A run of one attempt with a report a step, `seconds` apart; `end` is its last event, None where it goes on."""
-    config = {"proxy": {"test": test, "arm": arm}, "checkpoint": {"keep_last": 3}}
+    config = {"proxy": {"test": test, "arm": arm, "job": job or None}, "checkpoint": {"keep_last": 3}}
     run = create_run(
         root,
         name,
@@ -101,10 +102,10 @@ def add_scores(run: RunFolder, step: int, overall: float, **slices: float) -> No
 
 
 @contextmanager
-def served(runs: Path, now: Now, decisions: Path | None = None) -> Iterator[PageServer]:
+def served(runs: Path, now: Now, decisions: Path | None = None, queue: Path | None = None) -> Iterator[PageServer]:
     """A server on a free port, in a thread."""
     runs.mkdir(exist_ok=True)
-    with PageServer(Site(runs, decisions), "127.0.0.1", 0, clock=now) as server:
+    with PageServer(Site(runs, decisions, queue), "127.0.0.1", 0, clock=now) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
         try:

@@ -8,6 +8,8 @@ import pytest
 
 from dwslm.page.export import export
 from dwslm.runs import reader
+from dwslm.runs.queue import Queue
+from dwslm.runs.queue_job import JobSpec
 from tests.page.in_browser import MARKUP, names, poll, reach, row, shown
 from tests.page.run_folders import BEGAN, Now, add_scores, copy_run, make_run, served
 
@@ -36,10 +38,13 @@ def test_results_runs_and_figures_without_javascript(live, runs, decisions, tmp_
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(scheme, runs, decisions, tmp_path, visit):
+    queue = Queue(tmp_path / "queue")
+    queue.add([JobSpec(id, id, "train.py", test="layers", arm=id) for id in ("waits", "held")])
+    queue.hold("held", "tonight")
     source = (
         Path(pytest.importorskip("axe_playwright_python").__file__).with_name("axe.min.js").read_text(encoding="utf-8")
     )
-    with served(runs, Now(BEGAN + 5000), decisions) as server:
+    with served(runs, Now(BEGAN + 5000), decisions, queue.folder) as server:
         own = f"runs/{max(runs.glob('*window*')).name}.html"
         for address, width in (("", 1280), (own, 320)):
             page = visit(server.url + address, color_scheme=scheme, viewport={"width": width, "height": 800})

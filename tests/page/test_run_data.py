@@ -86,7 +86,7 @@ def test_runs_of_a_test_are_compared_by_tokens_and_by_hours(tmp_path):
     # At the fast arm's end, 600 s: the slow one is at step 30, mean of steps 11 to 30; the fast one's is of 41 to 60.
     assert math.isclose(hours, 0.1 - 0.02 * 30, abs_tol=1e-6)
     assert [chart.over for chart in plot.figures[0].charts] == ["tokens", "hours"]
-    assert table.verdicts[0].startswith("No arm can be called better: no arm has two seeds")
+    assert table.verdicts[0].startswith("Verdict: no arm can be called better: no arm has two seeds")
 
 
 def test_a_verdict_is_left_to_the_command_where_it_would_take_long(tmp_path, monkeypatch):
@@ -95,7 +95,7 @@ def test_a_verdict_is_left_to_the_command_where_it_would_take_long(tmp_path, mon
     runs = summaries(tmp_path, BEGAN)
     assert not verdict_words(runs).startswith("The verdict")
     assert verdict_words([*runs[:1], *[replace(one, step=None) for one in runs[1:]]]).startswith(
-        "No verdict: fewer than two"
+        "Verdict: none, fewer than two"
     )
     monkeypatch.setattr(compare_module, "VERDICT_BYTES", 1000)
     assert verdict_words(runs).endswith("dwslm results verdict 'a test'")

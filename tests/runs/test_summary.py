@@ -62,6 +62,10 @@ def test_numbers_that_are_none(tmp_path: Path) -> None:
     for _ in range(2):  # read, and from the cache
         (found,) = summaries(tmp_path)
         assert found.loss is not None and math.isnan(found.loss) and found.tokens_per_second == math.inf
+    with RunWriter(run, 3) as writer:
+        writer.metrics({"step": 4, "tokens": 400, "loss": 1.0, "tokens_per_second": -math.inf})
+    (found,) = summaries(tmp_path)
+    assert found.tokens_per_second is not None and math.isnan(found.tokens_per_second)  # both infinities have no mean
 
 
 def test_newest_first_and_damaged_folders_left_out(tmp_path: Path) -> None:

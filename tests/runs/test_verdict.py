@@ -97,6 +97,14 @@ def test_what_makes_it_unfair(tmp_path: Path) -> None:
     assert found.hours is None and found.arms[0].by_hours is None
 
 
+def test_a_score_at_the_end_alone_says_nothing_about_the_clock(tmp_path: Path) -> None:
+    found = verdict(
+        arm(tmp_path, "a", [{10: 1.0}, {10: 1.1}]) + arm(tmp_path, "b", [{10: 2.0}, {10: 2.1}], speed=999.0)
+    )
+    (told,) = found.against(found.arms[0])
+    assert told.endswith("has no bits_per_byte by then; scores on the way make it possible (train.eval_every_tokens)")
+
+
 def test_arms_are_named_by_what_differs(tmp_path: Path) -> None:
     def run(name: str, **settings: object) -> RunFolder:
         return make_run(tmp_path, name, losses=[1.0], settings={"train": {"seed": 1, "tokens": 5}, **settings})

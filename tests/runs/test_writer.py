@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -204,6 +205,39 @@ def test_a_disk_that_blocks_holds_up_no_row(tmp_path: Path, monkeypatch: pytest.
     writer.close()
 
 
+def test_a_row_is_what_it_was_when_it_was_handed_over(tmp_path: Path) -> None:
+    """Also where the thread makes its text later, and whatever kind of plain data it holds."""
+    row: dict[str, Any] = {
+        "step": 1,
+        "tokens": 8,
+        "loss": math.inf,
+        "note": "ä\n",
+        "flag": True,
+        "mfu": None,
+        "big": 2**70,
+    }
+    nested = {"step": 2, "tokens": 16, "list": [1, math.nan], "map": {"a": [2.0]}}
+    with RunWriter(tmp_path, 1) as writer:
+        writer.metrics(row)
+        writer.metrics({**row, "big": 7})
+        writer.metrics(nested)
+        with pytest.raises(ValueError, match=r"row for metrics-1\.jsonl .*integer string conversion"):
+            writer.metrics({**row, "big": 10**5000})
+        row["loss"], row["note"] = 0.0, "later"
+        nested["list"].append(9)
+        nested["map"]["a"][0] = 0.0
+    first, second, third = (json.loads(line) for line in (tmp_path / "metrics-1.jsonl").read_text().splitlines())
+    assert (first["loss"], first["note"], first["big"], first["flag"], first["mfu"]) == (
+        "Infinity",
+        "ä\n",
+        2**70,
+        True,
+        None,
+    )
+    assert (second["loss"], second["note"], second["big"]) == ("Infinity", "ä\n", 7)
+    assert (third["list"], third["map"]) == ([1, "NaN"], {"a": [2.0]})
+
+
 def test_a_full_queue_waits_and_drops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = blocked(monkeypatch)
     lines = Lines(tmp_path / "rows", new=True)
@@ -213,7 +247,7 @@ def test_a_full_queue_waits_and_drops_nothing(tmp_path: Path, monkeypatch: pytes
 
     def write() -> None:
         for number in range(25):
-            line.put(lines, f"{number}\n".encode())
+            line.put(lines, f"{number}\n".encode)
             done.append(number)
 
     writing = threading.Thread(target=write)
@@ -237,7 +271,7 @@ def test_a_full_queue_on_a_disk_that_refuses_raises(tmp_path: Path, monkeypatch:
     line = Spool(time.monotonic, limit=3)
     with pytest.raises(OSError, match=r"cannot append a row to .*rows: No space left"):
         for number in range(100):
-            line.put(lines, f"{number}\n".encode())
+            line.put(lines, f"{number}\n".encode)
             time.sleep(0.01)
     monkeypatch.undo()
     line.close()

@@ -85,7 +85,8 @@ def test_resume_goes_back_to_the_last_checkpoint_and_past_a_damaged_one(tiny_dat
     launch(replace(config, resume="auto"), ["resume=auto"])
     said = capsys.readouterr().out
     assert f"passed over {found[0].path.name}" in said and "damaged" in said
-    assert str(found[1].path.name) in said and "sizes and sha256" in said
+    [receipt] = [row["receipt"] for row in events(run) if row["event"] == "resume"]
+    assert receipt["checkpoint"] == str(found[1].path) and "sizes and sha256" in said
     assert_same_run(run, straight)
 
 

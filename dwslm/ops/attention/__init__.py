@@ -9,7 +9,7 @@ from torch import Tensor
 from dwslm.ops.attention.blocked import attention_blocked
 from dwslm.ops.segments import Segments
 
-ENGINES = ("flash", "flash_attn", "flex", "torch")
+ENGINES = ("cudnn", "flash", "flash_attn", "flex", "torch")
 
 
 def check_name(engine: str) -> None:
@@ -21,7 +21,8 @@ def check_name(engine: str) -> None:
 def resolve(engine: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Name of the engine that `engine` stands for.
 
-    `auto` is "flash" where that fits: an NVIDIA GPU of the Ampere generation or newer, bfloat16 or float16. Else it is
+    `auto` is "cudnn" where that fits: a Hopper GPU with nvidia-cudnn-frontend, bfloat16 or float16, no deterministic mode.
+    Else it is "flash" where that fits: an NVIDIA GPU of the Ampere generation or newer, bfloat16 or float16. Else it is
     "torch". A named engine is never replaced by another.
 
     Raises:

@@ -6,14 +6,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dwslm.ops.attention import cudnn
+from dwslm.ops.attention.cudnn import attention_cudnn
 from dwslm.ops.attention.flash import attention_flash, attention_flash_attn
 from dwslm.ops.attention.flex import attention_flex
 
 ENGINES: dict[str, Callable[..., Tensor]] = {
+    "cudnn": attention_cudnn,
     "flash": attention_flash,
     "flash_attn": attention_flash_attn,
     "flex": attention_flex,
 }
+AUTO = ("cudnn", "flash")
+"""What `auto` tries, the fastest first."""
 
 
 # The compiler calls this while it traces and keeps the name it returns: what is installed does not change during a run.
@@ -21,7 +26,7 @@ ENGINES: dict[str, Callable[..., Tensor]] = {
 def choose(engine: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """`resolve`, for a GPU or for an engine that needs one."""
     if engine == "auto":
-        return "torch" if misfit("flash", device, dtype, head_dim) else "flash"
+        return next((name for name in AUTO if not misfit(name, device, dtype, head_dim)), "torch")
     if reason := misfit(engine, device, dtype, head_dim):
         raise ValueError(f"attention engine {engine!r} {reason}")
     return engine
@@ -43,6 +48,8 @@ def misfit(engine: str, device: torch.device, dtype: torch.dtype, head_dim: int)
         return None if installed("triton") else "needs the package triton, which is not installed: pip install triton"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}: choose auto or torch"
+    if engine == "cudnn":
+        return cudnn.misfit(device, head_dim)
     if head_dim % 8 or head_dim > 256:
         return f"needs heads of a multiple of 8 up to 256, and head_dim is {head_dim}: choose auto or torch"
     if engine == "flash":

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dwslm.ops.segments import Segments
+from dwslm.ops.tuning import compile_together
 
 CHUNK = 64
 MAX_HEAD_DIM = 256
@@ -83,6 +84,7 @@ def _library() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., An
     from fla.utils import input_guard
 
     pin()
+    compile_together()
     return input_guard(chunk_kda_fwd), input_guard(chunk_kda_bwd), prepare_chunk_indices_static
 
 

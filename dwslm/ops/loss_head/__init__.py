@@ -4,14 +4,27 @@ The head's product and the loss are one op, because its gradients are made in th
 no chunk's logits outlive it, and nothing is computed twice.
 """
 
+import importlib.util
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dwslm.ops.loss_head import chunked, compiled
 from dwslm.ops.loss_head.chunked import token_nats
 
 IGNORE = -100
-ENGINES = {"torch": chunked.value_and_gradients, "compiled": compiled.value_and_gradients}
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def _fused(*args: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    from dwslm.ops.loss_head.fused import value_and_gradients  # Triton is there on GPU machines only
+
+    return value_and_gradients(*args)
+
+
+ENGINES = {"fused": _fused, "compiled": compiled.value_and_gradients, "torch": chunked.value_and_gradients}
 
 __all__ = ["ENGINES", "IGNORE", "check_name", "resolve", "token_nats", "total_nats"]
 
@@ -23,9 +36,18 @@ def check_name(engine: str) -> None:
 
 
 def resolve(engine: str, device: torch.device) -> str:
-    """Name of the engine that `engine` stands for: `auto` is "compiled" on a GPU and "torch" on a CPU."""
+    """Name of the engine that `engine` stands for: `auto` is "fused" on a GPU with Triton and "torch" elsewhere.
+
+    Raises:
+        ValueError: where a named engine cannot be had.
+    """
     check_name(engine)
-    return ("compiled" if device.type == "cuda" else "torch") if engine == "auto" else engine
+    there = device.type == "cuda" and HAS_TRITON
+    if engine == "fused" and not there:
+        raise ValueError(
+            f"head engine 'fused' needs a GPU and Triton (it comes with torch there), not {device}: choose auto or torch"
+        )
+    return ("fused" if there else "torch") if engine == "auto" else engine
 
 
 def total_nats(
@@ -50,14 +72,25 @@ def total_nats(
 class _TotalNats(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, softcap, ignore, engine):  # type: ignore[no-untyped-def]
-        total, d_hidden, d_weight = ENGINES[engine](hidden, weight, targets, softcap, ignore, ctx.needs_input_grad[:2])
-        ctx.save_for_backward(d_hidden, d_weight)
+        total, *ctx.made = ENGINES[engine](hidden, weight, targets, softcap, ignore, ctx.needs_input_grad[:2])
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-        d_hidden, d_weight = ctx.saved_tensors
-        d_hidden = None if d_hidden is None else (d_hidden * grad).to(d_hidden.dtype)
-        d_weight = None if d_weight is None else (d_weight * grad).to(ctx.weight_dtype)
+        if ctx.made is None:
+            raise RuntimeError("the loss head's gradients have been handed out already: call total_nats again")
+        # Scaled where they lie, one pass each; and let go of, or autograd would copy what it is to add up.
+        (d_hidden, d_weight, *factors), ctx.made = ctx.made, None
+        if d_hidden is not None and factors:
+            from dwslm.ops.loss_head.fused import scale_rows
+
+            scale_rows(d_hidden, factors[0], grad)
+        elif d_hidden is not None:
+            torch.mul(d_hidden, grad, out=d_hidden)
+        if d_weight is not None:
+            same = d_weight.dtype == ctx.weight_dtype
+            out = d_weight if same else torch.empty_like(d_weight, dtype=ctx.weight_dtype)
+            d_weight = torch.mul(d_weight, grad, out=out)
         return d_hidden, d_weight, None, None, None, None

@@ -2,28 +2,34 @@
 
 from torch import Tensor
 
-from dwslm.ops.mlp.fp8 import fp8_linear
-from dwslm.ops.mlp.plain import plain_linear
+from dwslm.ops.mlp.formats import new_peaks, remember
+from dwslm.ops.mlp.fp8 import fp8_delayed_mlp, fp8_mlp
+from dwslm.ops.mlp.plain import plain_mlp
 
-PRECISIONS = {"model": plain_linear, "fp8": fp8_linear}
+__all__ = ["PRECISIONS", "new_peaks", "remember", "squared_relu_mlp"]
+
+PRECISIONS = {"model": plain_mlp, "fp8": fp8_mlp, "fp8_delayed": fp8_delayed_mlp}
 
 
-def squared_relu_mlp(x: Tensor, up: Tensor, down: Tensor, precision: str = "model") -> Tensor:
+def squared_relu_mlp(
+    x: Tensor, up: Tensor, down: Tensor, precision: str = "model", peaks: Tensor | None = None
+) -> Tensor:
     """The layer over T tokens.
 
     Args:
         x: [T, width].
         up: [hidden, width]; down: [width, hidden].
-        precision: `model` multiplies in x's dtype; `fp8` runs all six matrix products (two forward, four backward) in
-            float8_e4m3 with one scale per row, and needs width, hidden and T to be multiples of 16.
+        precision: `model` multiplies in x's dtype. `fp8` runs the two products forward and the two of the input gradients in
+            float8_e4m3 with one scale per row, `fp8_delayed` all six with one scale per tensor, from the micro-batch before.
+            Both need width, hidden and T to be multiples of 16.
+        peaks: state of `fp8_delayed`, see `new_peaks`. It is read; `remember` writes it after the backward pass.
 
     Returns:
         [T, width] in x's dtype.
 
     Raises:
-        ValueError: for another precision, or where the device or the shape cannot do FP8.
+        ValueError: for another precision, or where the device, the dtype or the shape cannot do FP8.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"unknown MLP precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
-    linear = PRECISIONS[precision]
-    return linear(linear(x, up).relu().square(), down)
+    return PRECISIONS[precision](x, up, down, peaks)

@@ -1,8 +1,12 @@
-"""A linear map whose three matrix products run in float8_e4m3, one scale per row of each operand.
+"""The layer with its products in float8_e4m3, under two recipes.
 
-A row is what shares one output coordinate: tokens and output channels forward (x, W), tokens and input channels for the
-input's gradient (dy, W^T), output and input channels for the weight's (dy^T, x^T). Every product thus quantises its operands
-along its own sum, which is what torch's row-wise scaled matmul takes.
+`rows`: one scale per row of each operand, of the tensor at hand. Forward and input gradients in FP8. The weights' gradients stay
+in the compute dtype: a row of theirs runs over all tokens, so a scale per row would cost another pass over each operand.
+
+`delayed`: one scale per tensor, from its peak in the micro-batch before. A scale known beforehand lets one kernel round a tensor
+and transpose it while it is read, so all six products run in FP8.
+
+In neither recipe does relu(h)^2 meet memory unrounded forward, and h, in the compute dtype, is all that backward needs of it.
 """
 
 import torch
@@ -10,69 +14,110 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
+from dwslm.ops.mlp import quantize
+from dwslm.ops.mlp.formats import PEAKS
+
+X, UP, DOWN, A, DY, DH = range(len(PEAKS))
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds [n, k] to float8_e4m3 with the row's largest magnitude at the format's largest value.
-
-    Returns:
-        The float8 values [n, k] and the float32 scales [n, 1] that multiply them back.
-    """
-    scale = x.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / FP8_MAX
-    return (x.float() / scale).to(FP8), scale
-
-
-def scaled_product(a: Tensor, b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a [n, k] times b^T for b [m, k], both quantised by rows; [n, m] in `dtype`.
+@torch.library.custom_op("dwslm::fp8_product", mutates_args=())
+def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    """a [n, k] times b^T for b [m, k], float8 with scales [n, 1] and [m, 1], or [1, 1] both; [n, m] in `dtype`.
 
     fast: let the tensor cores keep sums in their own registers, which have 14 bits (arXiv 2412.19437, section 3.5.2); else
-    sums move to float32 registers every few products, which takes a fifth longer on Hopper.
+    sums move to float32 registers every few products. An operator of our own, since the compiler cannot trace torch's in 2.11.
     """
-    return _product(*quantize_rows(a), *quantize_rows(b), dtype, fast)
+    if not a.is_cuda:  # the products of float8 values are exact in float32
+        return (a.float() @ b.float().t() * (a_scale * b_scale.t())).to(dtype)
+    how = ScalingType.TensorWise if a_scale.numel() == b_scale.numel() == 1 else ScalingType.RowWise
+    return F.scaled_mm(a, b.t(), a_scale, how, b_scale.t(), how, output_dtype=dtype, use_fast_accum=fast)
 
 
-# An operator of our own, since the compiler cannot trace torch's function in 2.11. Rounding stays outside, where it is fused.
-@torch.library.custom_op("dwslm::fp8_product", mutates_args=())
-def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    rows = ScalingType.RowWise
-    return F.scaled_mm(a, b.t(), a_scale, rows, b_scale.t(), rows, output_dtype=dtype, use_fast_accum=fast)
-
-
-@_product.register_fake
+@product.register_fake
 def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
 
 
-class _Fp8Linear(torch.autograd.Function):
+def rows_forward(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [T, width] and h [T, hidden] with a scale per row."""
+    h = product(*quantize.rows(x, False), *quantize.rows(up, False), x.dtype, True)
+    return product(*quantize.rows(h, True), *quantize.rows(down, False), x.dtype, True), h
+
+
+class Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x, weight)
-        return scaled_product(x, weight, x.dtype, fast=True)
+    def forward(ctx, x: Tensor, up: Tensor, down: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        y, h = rows_forward(x, up, down)
+        ctx.save_for_backward(x, h, up, down)
+        return y
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
-        x, weight = ctx.saved_tensors
-        dx = scaled_product(grad, weight.t().contiguous(), x.dtype, fast=True)
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
+        x, h, up, down = ctx.saved_tensors
+        dy = dy.contiguous()
+        da = product(*quantize.rows(dy, False), *quantize.rows_transposed(down), x.dtype, True)
+        dh, a, *dh_rows = quantize.rows_gradient(da, h)
+        dx = product(*dh_rows, *quantize.rows_transposed(up), x.dtype, True)
+        return dx, dh.t() @ x, dy.t() @ a
+
+
+class Delayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, up: Tensor, down: Tensor, peaks: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        x8, x8_t, x_scale, x_seen = quantize.both(x, None, False, peaks, X)
+        up8, up8_t, up_scale, up_seen = quantize.both(up, None, False, peaks, UP)
+        down8, down8_t, down_scale, down_seen = quantize.both(down, None, False, peaks, DOWN)
+        h = product(x8, x_scale, up8, up_scale, x.dtype, True)
+        a8, a8_t, a_scale, a_seen = quantize.both(h, None, True, peaks, A)
+        y = product(a8, a_scale, down8, down_scale, x.dtype, True)
+        scales, seen = (x_scale, up_scale, down_scale, a_scale), (x_seen, up_seen, down_seen, a_seen)
+        ctx.save_for_backward(h, x8_t, up8_t, down8_t, a8_t, peaks, *scales, *seen)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
+        h, x8_t, up8_t, down8_t, a8_t, peaks, x_scale, up_scale, down_scale, a_scale, *seen = ctx.saved_tensors
+        dy8, dy8_t, dy_scale, dy_seen = quantize.both(dy.contiguous(), None, False, peaks, DY)
+        da = product(dy8, dy_scale, down8_t, down_scale, h.dtype, True)
+        dh8, dh8_t, dh_scale, dh_seen = quantize.both(da, h, False, peaks, DH)
         # A sum over all tokens of the micro-batch is too long for short registers.
-        dw = scaled_product(grad.t().contiguous(), x.t().contiguous(), weight.dtype, fast=False)
-        return dx, dw
+        ddown = product(dy8_t, dy_scale, a8_t, a_scale, dy.dtype, False)
+        dup = product(dh8_t, dh_scale, x8_t, x_scale, dy.dtype, False)
+        dx = product(dh8, dh_scale, up8_t, up_scale, dy.dtype, True)
+        return dx, dup, ddown, quantize.largest([*seen, dy_seen, dh_seen])
 
 
-def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """[T, in] by [out, in] to [T, out] in x's dtype.
-
-    Raises:
-        ValueError: on a GPU older than Ada or Hopper (compute capability 8.9), or for sizes that are no multiples of 16.
-    """
+def check(x: Tensor, up: Tensor) -> None:
+    """Raises ValueError where the device, the dtype or the shape cannot do FP8; x [T, width], up [hidden, width]."""
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
         raise ValueError(
             f"FP8 products need compute capability 8.9 or later, and {torch.cuda.get_device_name(x.device)} has "
             f"{'.'.join(map(str, torch.cuda.get_device_capability(x.device)))}: set model.mlp_precision=model"
         )
-    if x.shape[0] % 16 or x.shape[1] % 16 or weight.shape[0] % 16:
+    if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(
-            f"FP8 products need multiples of 16, not {x.shape[0]} tokens by {tuple(weight.shape)}: set model.mlp_precision=model"
+            f"FP8 products on a GPU give bfloat16, not {str(x.dtype).removeprefix('torch.')}: set model.dtype=bfloat16"
         )
-    return _Fp8Linear.apply(x, weight)
+    if x.shape[0] % 16 or x.shape[1] % 16 or up.shape[0] % 16:
+        raise ValueError(
+            f"FP8 products need multiples of 16, not {x.shape[0]} tokens by {tuple(up.shape)}: set model.mlp_precision=model"
+        )
+
+
+def fp8_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None) -> Tensor:
+    """`squared_relu_mlp` with one scale per row; `peaks` is not used."""
+    check(x, up)
+    return Rows.apply(x.contiguous(), up, down)
+
+
+def fp8_delayed_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None) -> Tensor:
+    """`squared_relu_mlp` with delayed scales. Without gradients it takes one scale per row instead.
+
+    A score must not move the state of training, nor depend on it or on what else is in the batch.
+    """
+    check(x, up)
+    if not torch.is_grad_enabled():
+        return rows_forward(x.contiguous(), up, down)[0]
+    if peaks is None:
+        raise ValueError("MLP precision 'fp8_delayed' keeps the peaks of its tensors: give it `new_peaks()`")
+    return Delayed.apply(x.contiguous(), up, down, peaks)

@@ -29,6 +29,16 @@ def _load(base, row, i, c, first, last):
 
 
 @triton.jit
+def _pass_through(source, to, source_row, to_row, last, MORE: tl.constexpr, WIDE: tl.constexpr, SPAN: tl.constexpr):
+    """Copies MORE columns of a span's tokens."""
+    t, c = tl.arange(0, 2), tl.arange(0, WIDE)
+    for i in range(0, SPAN, 2):  # two tokens: more would take registers from the other programs
+        there = (i + t < last)[:, None] & (c < MORE)[None, :]
+        block = tl.load(source + (i + t)[:, None] * source_row + c[None, :], mask=there)
+        tl.store(to + (i + t)[:, None] * to_row + c[None, :], block, mask=there)
+
+
+@triton.jit
 def _taps(weight, c):
     """The weights of the current token and of the three before it."""
     return (
@@ -112,8 +122,8 @@ def _forward_span(
 
 @triton.jit
 def _forward_kernel(
-    x, weight, positions, q, k, v, total, heads, row,
-    HEAD: tl.constexpr, SPAN: tl.constexpr, ROW: tl.constexpr, FAST: tl.constexpr,
+    x, weight, positions, q, k, v, rest, total, heads, row,
+    HEAD: tl.constexpr, SPAN: tl.constexpr, ROW: tl.constexpr, FAST: tl.constexpr, MORE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     # Heads go fastest: programs that run together then read whole rows.
     block, start = tl.program_id(0), tl.program_id(1).to(tl.int64) * SPAN
@@ -128,6 +138,8 @@ def _forward_kernel(
         _forward_span(x, weight, positions, q + y_start, c, first, last, x_row, y_row, SPAN, True, FAST)
     elif which == 1:
         _forward_span(x, weight, positions, k + y_start, c, first, last, x_row, y_row, SPAN, True, FAST)
+    elif which == 3:  # x is at its other columns now
+        _pass_through(x, rest + start * MORE, x_row, MORE, last, MORE, WIDE, SPAN)
     else:
         _forward_span(x, weight, positions, v + y_start, c, first, last, x_row, y_row, SPAN, False, FAST)
 
@@ -279,8 +291,9 @@ def _backward_span(
 
 @triton.jit
 def _backward_kernel(
-    dq, dk, dv, x, weight, positions, dx, dw, total, heads, row, dx_row,
+    dq, dk, dv, drest, x, weight, positions, dx, dw, total, heads, row, dx_row,
     HEAD: tl.constexpr, SPAN: tl.constexpr, ROW: tl.constexpr, DX_ROW: tl.constexpr, FAST: tl.constexpr,
+    MORE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     block, span = tl.program_id(0), tl.program_id(1).to(tl.int64)
     start, channels = span * SPAN, 3 * heads * HEAD
@@ -303,6 +316,8 @@ def _backward_kernel(
         _backward_span(
             dy, x, weight, positions, dx, dw, c, first, last, x_row, y_row, dx_row, channels, SPAN, True, FAST
         )
+    elif which == 3:
+        _pass_through(drest + start * MORE, dx, MORE, dx_row, last, MORE, WIDE, SPAN)
     else:
         dy = dv + y_start
         _backward_span(
@@ -324,18 +339,19 @@ def _unit(stride: int) -> int:
 
 def _launch(x: Tensor, weight: Tensor, heads: int) -> tuple[tuple[int, int], dict[str, Any], tuple[int, int, int]]:
     """Grid, compile-time arguments, and (total, heads, row stride in units of ROW)."""
-    unit = _unit(x.stride(0))
-    grid = 3 * heads, triton.cdiv(len(x), SPAN)
+    unit, more = _unit(x.stride(0)), x.shape[1] - len(weight)
+    grid = 3 * heads + (more > 0), triton.cdiv(len(x), SPAN)
     constants = {"HEAD": len(weight) // (3 * heads), "SPAN": SPAN, "ROW": unit, "FAST": x.dtype != torch.float32}
-    return grid, constants | {"num_warps": 1}, (len(x), heads, x.stride(0) // unit)
+    constants |= {"MORE": more, "WIDE": triton.next_power_of_2(max(more, 1)), "num_warps": 1}
+    return grid, constants, (len(x), heads, x.stride(0) // unit)
 
 
 @torch.library.custom_op("dwslm::short_conv", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, positions: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, rest = _forward_shapes(x, weight, positions, heads)
     grid, constants, sizes = _launch(x, weight, heads)
-    _forward_kernel[grid](x, weight, positions, q, k, v, *sizes, **constants)
-    return q, k, v, rest.copy_(x[:, len(weight) :])
+    _forward_kernel[grid](x, weight, positions, q, k, v, rest, *sizes, **constants)
+    return q, k, v, rest
 
 
 @torch.library.custom_op("dwslm::short_conv_backward", mutates_args=())
@@ -350,6 +366,7 @@ def _backward(
         dq,
         dk,
         dv,
+        drest,
         x,
         weight,
         positions,
@@ -361,7 +378,6 @@ def _backward(
         **constants,
         maxnreg=REGISTERS,
     )
-    dx[:, len(weight) :] = drest
     return dx, dw.sum(0).T.contiguous()
 
 

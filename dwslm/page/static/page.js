@@ -7,7 +7,7 @@
   const live = main.dataset.live === "1", hosted = location.protocol.startsWith("http"), up = table ? "" : "../";
   const $ = (id) => document.getElementById(id);
   const view = { run: "", sort: "", find: "", test: "", state: "" }; // what the address says
-  let marks = new Map(), shownMark = "", lastNews = 0, waitingNews = [], clock = "", loading = 0;
+  let marks = new Map(), shownMark = "", lastNews = 0, waitingNews = [], clock = "", knownJobs = "", loading = 0;
   let original = new Map(); // part of the run up close -> its markup as the server gave it
 
   // ---- the address -------------------------------------------------------------------------------------
@@ -45,6 +45,10 @@
         (find && !row.cells[0].textContent.toLowerCase().includes(find) && !row.dataset.run.toLowerCase().includes(find));
       row.hidden = Boolean(hide);
       shown += hide ? 0 : 1;
+    }
+    for (const row of document.querySelectorAll("#jobs tbody tr")) {
+      row.hidden = Boolean((view.test && row.dataset.test !== view.test) || (view.state && row.dataset.state !== view.state) ||
+        (find && !row.cells[0].textContent.toLowerCase().includes(find)));
     }
     const body = table.tBodies[0], focused = document.activeElement;
     sorted.forEach((row, i) => { if (body.children[i] !== row) body.insertBefore(row, body.children[i] || null); });
@@ -106,13 +110,42 @@
     for (const row of known.values()) row.remove();
     order = list.runs.map((run) => run.run);
     marks = new Map(list.runs.map((run) => [run.run, run.mark]));
-    outcome(list.outcomes);
+    outcome(list.outcomes, list.counted);
+    jobs(list.jobs);
     arrange();
     pickedRows();
   }
 
+  // ---- jobs without a run ------------------------------------------------------------------------------
+  function jobs(list) {
+    const told = JSON.stringify(list);
+    if (told === knownJobs) return;
+    knownJobs = told;
+    const heads = [...$("jobs").tHead.rows[0].cells].map((head) => head.textContent);
+    $("jobs").tBodies[0].replaceChildren(...list.map(([state, test, sign, ...cells]) => {
+      const row = document.createElement("tr");
+      Object.assign(row.dataset, { state, test });
+      cells.forEach((text, i) => {
+        const cell = document.createElement(i ? "td" : "th"), [word, note] = i < 2 ? text : [text];
+        if (i === 2) cell.className = "num";
+        if (i === 0) cell.scope = "row"; else cell.dataset.label = heads[i];
+        if (i === 1) {
+          const mark = Object.assign(document.createElement("span"), { textContent: sign });
+          mark.setAttribute("aria-hidden", "true");
+          cell.append(mark, " ", Object.assign(document.createElement("span"), { textContent: word }));
+        } else cell.append(word);
+        if (i < 2) cell.append(Object.assign(document.createElement("small"), { textContent: note }));
+        else cell.dataset.value = ""; // shown on a narrow screen too
+        row.append(cell);
+      });
+      return row;
+    }));
+    $("queue").hidden = !list.length;
+    for (const [, test] of list) if (test && ![...$("test").options].some((one) => one.value === test)) $("test").append(new Option(test, test));
+  }
+
   // ---- runs by outcome ---------------------------------------------------------------------------------
-  function outcome(counts) {
+  function outcome(counts, counted) {
     const list = $("states"), total = counts.reduce((sum, [, n]) => sum + n, 0) || 1;
     const extra = [...list.children].filter((item) => item.dataset.state === "not run");
     const states = counts.map(([state]) => state);
@@ -141,7 +174,7 @@
       at += width;
     }
     svg.querySelector("desc").textContent = counts.map(([state, n]) => `${n} ${state}`).join(", ") || "no runs yet";
-    svg.querySelector("text.n").textContent = `${order.length} run${order.length === 1 ? "" : "s"}`;
+    svg.querySelector("text.n").textContent = counted;
     const select = $("state");
     for (const state of states) if (![...select.options].some((one) => one.value === state)) select.append(new Option(state, state));
   }

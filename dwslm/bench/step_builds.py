@@ -1,0 +1,79 @@
+"""Named builds of the main model whose steps are measured beside each other, and what a measuring process is asked."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+PLAIN = ("model.depth_block=0", "model.value_embeddings=none")
+
+BUILDS: dict[str, tuple[str, ...]] = {
+    "main": (),
+    "plain": PLAIN,
+    "fp8": (*PLAIN, "model.mlp_precision=fp8"),
+    "fp8_delayed": (*PLAIN, "model.mlp_precision=fp8_delayed"),
+    "window": (*PLAIN, "model.local=window"),
+    "no_depth": ("model.depth_block=0",),
+    "no_values": ("model.value_embeddings=none",),
+}
+"""Name to overrides on top of the configuration. "plain" has value embeddings and attention residuals off."""
+PEER = "peer"
+"""flash-linear-attention's own model; not a build of ours."""
+
+MEANING = {
+    "main": "everything on",
+    "plain": "value embeddings and attention residuals off",
+    "fp8": "plain, FP8 MLP with one scale per row",
+    "fp8_delayed": "plain, FP8 MLP with delayed scales per tensor",
+    "window": "plain, window arm in place of KDA",
+    "no_depth": "attention residuals off",
+    "no_values": "value embeddings off",
+    PEER: "flash-linear-attention's own model, trained the plain way",
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one measuring process does. Plain data that crosses to it as JSON."""
+
+    name: str
+    """As it stands in the report."""
+    overrides: list[str]
+    """Of the configuration, all of them."""
+    result: str
+    """File that the result is written to, anew after each part."""
+    peer: bool = False
+    steps: int = 4
+    """Of each timed stretch."""
+    warm_s: float = 10.0
+    """Sustained work before anything is timed."""
+    classes: bool = True
+    """Profile a step after the timed ones."""
+    first_only: bool = False
+    """Do the first step and no more: how long a start takes when the compilers' caches are full."""
+    caches: list[str] = field(default_factory=list)
+    """Folders that compilers keep their work in."""
+    started: float = 0.0
+    """When the process was started, seconds since 1970."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def named(names: Sequence[str], recorded: str | None) -> list[tuple[str, tuple[str, ...]]]:
+    """(name, overrides) of each build; `recorded` is "both", "on", "off", or None to leave the setting alone.
+
+    Raises:
+        ValueError: for a name that is no build, or given twice.
+    """
+    ways: dict[str | None, list[tuple[str, tuple[str, ...]]]] = {
+        None: [("", ())],
+        "on": [("", ("train.record=true",))],
+        "off": [("", ("train.record=false",))],
+        "both": [(" recorded", ("train.record=true",)), (" launched", ("train.record=false",))],
+    }
+    for i, name in enumerate(names):
+        if name not in BUILDS:
+            raise ValueError(f"unknown build {name!r}: choose out of {', '.join(BUILDS)}")
+        if name in names[:i]:
+            raise ValueError(f"build {name!r} is given twice")
+    return [(f"{name}{way}", (*BUILDS[name], *more)) for name in names for way, more in ways[recorded]]

@@ -1,0 +1,75 @@
+"""What a run is made of, built and checked from its configuration."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dwslm.cli.plan_data import open_data, open_stream
+from dwslm.cli.ranks import rank_console
+from dwslm.config import RunConfig
+from dwslm.data.packing import RowStream
+from dwslm.data.shards import Dataset
+from dwslm.model.lm import LanguageModel
+from dwslm.optim.optimizer import Optimizer
+from dwslm.train.checkpoint import Checkpoint
+from dwslm.train.device import set_numerics
+from dwslm.train.distributed import Ranks
+from dwslm.train.plan import Plan, make_plan
+
+
+@dataclass
+class Built:
+    """What a run is made of, on its device."""
+
+    plan: Plan
+    model: LanguageModel
+    optimizer: Optimizer
+    stream: RowStream
+    train: Dataset
+    valid: Dataset
+
+
+def build(config: RunConfig, lr: float | None, ranks: Ranks | None = None) -> Built:
+    """Data, model, plan and optimizer. `lr` is the peak rate that a resumed run keeps; without `ranks` this process is alone.
+
+    Raises:
+        ValueError: for anything in the configuration or the data that does not fit together.
+    """
+    config.track.sinks()  # one that is missing is missed before anything is written
+    ranks = ranks or Ranks()
+    device = ranks.choose_device(config.train.device)
+    set_numerics(config.train.deterministic, config.train.threads)
+    packing = config.data.packing
+    plan = make_plan(config.train, config.optim, config.checkpoint, packing.context, lr, packing.ladder, ranks.world)
+    train_set, valid_set = open_data(config, rank_console(ranks))
+    stream = open_stream(config, plan, train_set, train_set.path)
+    model = LanguageModel(config.model, train_set.vocab_size, config.train.seed).to(device)
+    optimizer = Optimizer(
+        dict(model.named_parameters()),
+        model.roles(),
+        config.optim,
+        lr=plan.lr,
+        compile=config.train.compile,
+        extra=model.extra_state(),
+        ranks=ranks if ranks.world > 1 else None,
+    )
+    return Built(plan, model, optimizer, stream, train_set, valid_set)
+
+
+def check_same_data(state: dict[str, Any], built: Built, found: Checkpoint) -> None:
+    """Raises ValueError where the rows so far would not be the ones that this run has seen."""
+    stream = built.stream
+    if stream.dataset.tokenizer_hash != state["tokenizer"]:
+        raise ValueError(
+            f"{stream.dataset.path} was tokenized with another tokenizer than {found.path} was trained with: "
+            "point data.path at the run's own dataset"
+        )
+    if stream.key_until(state["row"]) != state["stream"]:
+        if built.plan.tokens != state["planned_tokens"] and stream.phase_of(stream.planned_rows) > 1:
+            raise ValueError(
+                f"train.tokens={built.plan.tokens} would move the start of a phase or rung that began before {found.path}: "
+                f"leave the plan at {state['planned_tokens']}, or start a new run with init_from="
+            )
+        raise ValueError(
+            f"{stream.dataset.path} or its order is not what {found.path} was trained on (text, seed, mixture or packing): "
+            "point data.path at the run's own dataset, or start a new run with init_from="
+        )

@@ -1,0 +1,178 @@
+"""What a run says of itself: the tables before it, the receipt of a resume, and run.json."""
+
+import platform
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from dwslm.cli.build import Built
+from dwslm.cli.find import commit
+from dwslm.cli.plan_data import describe_plan, show_plan
+from dwslm.config import RunConfig, config_hash, to_plain
+from dwslm.model.lm import DTYPES, ModelSettings
+from dwslm.ops import attention, delta_gate, delta_rule, depth_mix, loss_head, short_conv
+from dwslm.optim.schedule import learning_rate
+from dwslm.runs.folder import RunFolder
+from dwslm.train.checkpoint import Checkpoint
+from dwslm.train.device import device_name
+from dwslm.train.loop import Position
+from dwslm.train.report import facts, plan_table, rate, routing_table, size_table
+
+PACKAGES = ("dwslm", "torch", "triton", "numpy", "safetensors", "tokenizers", "hydra-core", "fla-core", "flash-attn",
+            "nvidia-cudnn-frontend", "transformer-engine")  # fmt: skip
+
+
+def describe(config: RunConfig, built: Built, console: Console) -> None:
+    """Everything derived, before it costs anything."""
+    device = built.optimizer.device
+    s = config.model
+    console.print(
+        facts(
+            f"{config.name}: {s.layers} layers ({s.kinds().count('global')} global, "
+            f"{s.layers - s.kinds().count('global')} {s.local}), width {s.width:,}, vocabulary {built.model.vocab_size:,}",
+            {
+                "device": f"{device_name(device)} ({device})"
+                + (f", one on each of {built.plan.world} ranks" if built.plan.world > 1 else ""),
+                "numerics": f"{s.dtype} compute on float32 masters, MLP in "
+                + (s.dtype if s.mlp_precision == "model" else s.mlp_precision)
+                + (", deterministic" if config.train.deterministic else "")
+                + (", compiled" if config.train.compile else ""),
+                "engines": f"attention {attention.resolve(s.attention_engine, device, DTYPES[s.dtype], s.head_dim)}, "
+                f"delta rule {delta_engine(s, device)}, convolution {conv_engine(s, device)}, gates {gate_engine(s, device)}, "
+                f"attention residuals {depth_engine(s, device)}, head {loss_head.resolve(s.head_engine, device)}",
+                "residual factor": f"{built.model.layers[0].factor:g}",
+                "data": f"{config.data.path}, {len(built.train):,} documents, held out {len(built.valid):,}",
+            },
+        )
+    )
+    console.print(size_table(built.model.sizes()))
+    console.print(routing_table(built.optimizer.routing()))
+    console.print(plan_table(built.plan))
+    show_plan(describe_plan(built.stream, console), config.train.micro_batch_tokens, console)
+
+
+def delta_engine(s: ModelSettings, device: torch.device) -> str:
+    """Engine of the linear-attention layers."""
+    if s.local == "window":
+        return "not used"
+    return delta_rule.resolve(
+        s.delta_engine,
+        device=device,
+        dtype=DTYPES[s.dtype],
+        head_dim=s.delta_head_dim,
+        bounded=s.delta_gate == "bounded",
+        scalar_gate=s.local == "gdn",
+    )
+
+
+def conv_engine(s: ModelSettings, device: torch.device) -> str:
+    """Engine of the linear-attention layers' convolution."""
+    return "not used" if s.local == "window" else short_conv.resolve(s.conv_engine, device, s.delta_head_dim)
+
+
+def gate_engine(s: ModelSettings, device: torch.device) -> str:
+    """Engine of KDA's decay gate and gated norm."""
+    return "not used" if s.local != "kda" else delta_gate.resolve(s.gate_engine, device, s.delta_head_dim)
+
+
+def depth_engine(s: ModelSettings, device: torch.device) -> str:
+    """Engine of the attention residuals."""
+    return depth_mix.resolve(s.depth_engine, device) if s.depth_block else "off"
+
+
+def make_receipt(
+    config: RunConfig,
+    built: Built,
+    run: RunFolder,
+    found: Checkpoint | None,
+    state: dict[str, Any],
+    position: Position,
+    verify: str,
+    rejected: int,
+) -> dict[str, str]:
+    """What a resume says it goes on from."""
+    plan = built.plan
+    receipt = {
+        "run": str(run.path),
+        "checkpoint": str(found.path) if found else "none yet: starts again at step 0",
+        "step": f"{position.step:,} of {plan.steps:,}",
+        "tokens": f"{position.tokens:,} of {plan.tokens:,}",
+        "data position": f"row {position.row:,}",
+        "rate": f"peak {rate(plan.lr)}, next step {plan.rate(min(position.step, plan.steps - 1)):.6g}",
+    }
+    threads = run.record["hardware"]["cpus"]
+    if built.optimizer.device.type == "cpu" and threads != torch.get_num_threads():
+        receipt["threads"] = (
+            f"{torch.get_num_threads()} now, {threads} at the start: sums are grouped otherwise, so the last digits of all "
+            f"that follows can differ; train.threads or OMP_NUM_THREADS={threads} avoids it"
+        )
+    if found and found.world != plan.world:
+        receipt["ranks"] = (
+            f"{found.world} before, {plan.world} now, {plan.grad_accum} micro-batches on each: the same data, the optimizer's "
+            "state dealt anew; sums are grouped otherwise, so the last digits of all that follows can differ"
+        )
+    if found:
+        how = "sizes and sha256" if verify == "sha256" else "sizes"
+        receipt["verified"] = (
+            f"{how} of {len(found.manifest['files'])} files, shapes of {len(found.manifest['model'])} tensors, "
+            "tokenizer, order of the data so far" + (f"; {rejected} newer passed over" if rejected else "")
+        )
+        if state["planned_tokens"] != plan.tokens:
+            receipt["plan"] = (
+                f"{state['planned_tokens']:,} tokens before, {plan.tokens:,} now; the peak rate stays {rate(plan.lr)}"
+            )
+            if config.optim.lr is None:
+                law = learning_rate(plan.tokens, plan.batch_tokens, config.optim)
+                receipt["plan"] += f" (the law gives {rate(law)} for the new plan)"
+    return receipt
+
+
+def record(config: RunConfig, built: Built) -> dict[str, Any]:
+    """run.json: what the run is, written once."""
+    device = built.optimizer.device
+    hardware: dict[str, Any] = {
+        "device": device_name(device),
+        "host": platform.node(),
+        "cpus": torch.get_num_threads(),
+        "ranks": built.plan.world,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        hardware |= {
+            "memory": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+        }
+    return {
+        "config": to_plain(config),
+        "config_hash": config_hash(config),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": commit(),
+        "versions": {"python": platform.python_version()} | installed_versions(),
+        "seed": config.train.seed,
+        "planned_tokens": built.plan.tokens,
+        "steps": built.plan.steps,
+        "lr": built.plan.lr,
+        "sizes": built.model.sizes(),
+        "routing": [{key: value if not isinstance(value, tuple) else list(value) for key, value in row.items()}
+                    for row in built.optimizer.routing()],
+        "dataset": {"path": str(built.train.path), "fingerprint": built.train.fingerprint, "valid": built.valid.fingerprint},
+        "stream": built.stream.key,
+        "hardware": hardware,
+        "free_disk": shutil.disk_usage(config.runs_dir if Path(config.runs_dir).exists() else ".").free,
+    }  # fmt: skip
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the packages that can change a run's numbers."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,35 @@
+"""What stands after the recurrence of a linear-attention layer: each head normalised, then scaled by an output gate."""
+
+import torch
+from torch import Tensor
+
+from dwslm.ops.delta_gate import check_name, resolve
+from dwslm.ops.norm import rms_norm
+
+__all__ = ["check_name", "gated_norm", "resolve"]
+
+
+def gated_norm(o: Tensor, gate: Tensor, gain: Tensor, bias: Tensor | None, eps: float, engine: str = "auto") -> Tensor:
+    """rms_norm(o) * gain * sigmoid(gate + bias), a head at a time.
+
+    Args:
+        o: [T, heads, head_dim].
+        gate: [T, heads * head_dim], in o's dtype.
+        gain: float32 [head_dim], shared by the heads; bias: float32 [heads * head_dim], or None for none ("torch" only).
+        eps: added to the mean square.
+        engine: "fused", "torch" or "auto", as for `delta_gate`, and chosen by the same rules.
+
+    Returns:
+        [T, heads * head_dim] in o's dtype.
+
+    Raises:
+        ValueError: as `resolve` does, and for "fused" without a bias.
+    """
+    if bias is None and engine == "fused":
+        raise ValueError("gate engine 'fused' takes output gates with a bias only: choose auto or torch")
+    if bias is not None and resolve(engine, o.device, o.shape[-1]) == "fused":
+        from dwslm.ops.gated_norm.fused import gated_norm_fused  # Triton is there on GPU machines only
+
+        return gated_norm_fused(o, gate, gain, bias, eps)
+    opening = torch.sigmoid(gate.float() if bias is None else gate.float() + bias)
+    return (rms_norm(o.float(), gain, eps).flatten(1) * opening).to(o.dtype)

@@ -1,0 +1,126 @@
+"""Rounding to float8_e4m3, in the layouts and with the scales that the products of the MLP want.
+
+The value that is rounded is one of three, in float32 and never rounded before: x itself; relu(x)^2 (`square`); or x * 2 relu(h),
+the gradient of relu(h)^2 for an output gradient x (`h` given). On a GPU each operator is a Triton kernel that reads its input
+once; elsewhere it is the formula below, to the same bits. To the compiler they are operators without insides.
+"""
+
+import torch
+from torch import Tensor
+
+from dwslm.ops.mlp.formats import FP8, FP8_MAX, MARGIN, TINY
+
+TILE = 128, 128  # of `both`: rows and columns of one program
+
+
+def value(x: Tensor, h: Tensor | None = None, square: bool = False) -> Tensor:
+    """What is rounded, float32."""
+    if square:
+        return x.float().clamp(min=0).square()
+    return x.float() if h is None else x.float() * (2 * h.float().clamp(min=0))
+
+
+@torch.library.custom_op("dwslm::fp8_rows", mutates_args=())
+def rows(x: Tensor, square: bool) -> tuple[Tensor, Tensor]:
+    """[n, k] to float8 [n, k] and float32 scales [n, 1], each row's peak at the format's largest value."""
+    if x.is_cuda:
+        from dwslm.ops.mlp import kernels  # Triton is there on GPU machines only
+
+        return kernels.rows(x, square)
+    return _by_rows(value(x, square=square))
+
+
+@torch.library.custom_op("dwslm::fp8_rows_transposed", mutates_args=())
+def rows_transposed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`rows` of x^T for x [n, k]: float8 [k, n] and float32 scales [k, 1]."""
+    if x.is_cuda:
+        from dwslm.ops.mlp import kernels
+
+        return kernels.rows_transposed(x)
+    return _by_rows(x.t().contiguous().float())
+
+
+@torch.library.custom_op("dwslm::fp8_rows_gradient", mutates_args=())
+def rows_gradient(da: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Backward of a = relu(h)^2 in one pass over da and h [n, k]: dh and a in h's dtype, and dh's `rows`."""
+    if h.is_cuda:
+        from dwslm.ops.mlp import kernels
+
+        return kernels.rows_gradient(da, h)
+    dh = value(da, h)
+    return dh.to(h.dtype), value(h, square=True).to(h.dtype), *_by_rows(dh)
+
+
+@torch.library.custom_op("dwslm::fp8_both", mutates_args=())
+def both(x: Tensor, h: Tensor | None, square: bool, peaks: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[n, k] rounded with one scale, as it is and transposed, in one pass; n a multiple of 4.
+
+    The scale makes room for 1.5 times `peaks[index]`, or where that is 0 times the peak of the tensor at hand. What is beyond it
+    saturates; what is not finite becomes NaN.
+
+    Returns:
+        float8 [n, k], float8 [k, n], float32 scale [1, 1], and float32 [tiles]: each tile's largest magnitude before rounding.
+    """
+    if x.is_cuda:
+        from dwslm.ops.mlp import kernels
+
+        return kernels.both(x, h, square, peaks, index)
+    full = value(x, h, square)
+    peak = full.abs().amax()
+    scale = torch.where(peaks[index] > 0, peaks[index], peak).clamp(min=TINY).view(1, 1) * (MARGIN / FP8_MAX)
+    scaled = (full * scale.reciprocal()).where(full.isfinite(), torch.nan)
+    rounded = scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    return rounded, rounded.t().contiguous(), scale, peak.view(1)
+
+
+@torch.library.custom_op("dwslm::fp8_peaks", mutates_args=())
+def largest(tiles: list[Tensor]) -> Tensor:
+    """The largest of each list of peaks, float32 [len(tiles)]."""
+    if tiles[0].is_cuda:
+        from dwslm.ops.mlp import kernels
+
+        return kernels.largest(tiles)
+    return torch.stack([peaks.amax() for peaks in tiles])
+
+
+def _by_rows(full: Tensor) -> tuple[Tensor, Tensor]:
+    scale = full.abs().amax(dim=1, keepdim=True).clamp(min=TINY) * (1 / FP8_MAX)
+    return (full * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+def tiles(x: Tensor) -> int:
+    """Programs of `both` on x."""
+    return -(-x.shape[0] // TILE[0]) * -(-x.shape[1] // TILE[1])
+
+
+@rows.register_fake
+def empty_rows(x: Tensor, square: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=FP8), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+
+
+@rows_transposed.register_fake
+def empty_rows_transposed(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[::-1], dtype=FP8), x.new_empty(x.shape[1], 1, dtype=torch.float32)
+
+
+@rows_gradient.register_fake
+def empty_rows_gradient(da: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return h.new_empty(h.shape), h.new_empty(h.shape), *empty_rows(h, False)
+
+
+@both.register_fake
+def empty_both(
+    x: Tensor, h: Tensor | None, square: bool, peaks: Tensor, index: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    count = tiles(x) if x.is_cuda else 1
+    return (
+        x.new_empty(x.shape, dtype=FP8),
+        x.new_empty(x.shape[::-1], dtype=FP8),
+        x.new_empty(1, 1, dtype=torch.float32),
+        x.new_empty(count, dtype=torch.float32),
+    )
+
+
+@largest.register_fake
+def empty_largest(tiles: list[Tensor]) -> Tensor:
+    return tiles[0].new_empty(len(tiles))

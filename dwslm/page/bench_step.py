@@ -1,0 +1,165 @@
+"""Reads the JSON of `dwslm bench step` (described in docs/benchmark.md) and joins pieces: each build may be a call of its own."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dwslm.page.bench_file import short_commit, unique
+from dwslm.runs.durable import from_json
+
+FORMAT, KIND = 1, "step"
+STATUSES = ("ok", "missing", "refused", "error", "skipped")
+
+
+@dataclass(frozen=True)
+class Build:
+    """The row of one build, with where it comes from. `raw` is the row as the file has it."""
+
+    name: str
+    status: str
+    raw: Mapping[str, Any]
+    commit: str
+
+    def number(self, *names: str) -> float | None:
+        """The number under these names, one in the other; None where there is none."""
+        value: Any = self.raw
+        for name in names:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    def runs(self, *names: str) -> list[float]:
+        """That number of each timed run, those that have it."""
+        runs = [Build(self.name, self.status, run, self.commit) for run in self.raw.get("runs") or []]
+        return [value for run in runs if (value := run.number(*names)) is not None]
+
+    @property
+    def timed(self) -> bool:
+        return self.number("tokens_per_second", "median") is not None
+
+    @property
+    def classes(self) -> list[Mapping[str, Any]]:
+        profile = self.raw.get("profile")
+        return list(profile["classes"]) if isinstance(profile, Mapping) else []
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Pieces of one device, joined."""
+
+    pieces: tuple[Mapping[str, Any], ...]
+    paths: tuple[str, ...]
+    builds: tuple[Build, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def device(self) -> str:
+        return device_of(self.pieces[0])
+
+    @property
+    def source(self) -> str:
+        """Command, commits (shortened) and device, as one line; the whole commands stand in the setup."""
+        commits = ", ".join(unique(short_commit(str(piece.get("commit") or "unknown")) for piece in self.pieces))
+        return f"dwslm bench step · commit {commits} · {self.device}"
+
+    def as_json(self) -> dict[str, Any]:
+        """One document of the whole: what the pieces agree on from the newest, the builds of all."""
+        whole = dict(self.pieces[-1])
+        return whole | {
+            "command": "; ".join(unique(str(piece.get("command")) for piece in self.pieces)),
+            "commit": ", ".join(unique(str(piece.get("commit") or "unknown") for piece in self.pieces)),
+            "started": self.pieces[0].get("started"),
+            "seconds": sum(float(piece.get("seconds") or 0) for piece in self.pieces),
+            "complete": all(piece.get("complete") is not False for piece in self.pieces),
+            "builds": [dict(build.raw) | {"commit": build.commit} for build in self.builds],
+            "notes": list(self.notes),
+        }
+
+
+def device_of(piece: Mapping[str, Any]) -> str:
+    machine = piece.get("machine")
+    return str(machine.get("device") or "unknown device") if isinstance(machine, Mapping) else "unknown device"
+
+
+def is_step(path: str | os.PathLike[str]) -> bool:
+    """Whether a file was written by `dwslm bench step`; False for what cannot be told.
+
+    Raises OSError where it cannot be read.
+    """
+    try:
+        data = from_json(Path(path).read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(data, dict) and data.get("kind") == KIND
+
+
+def join(paths: Sequence[str | os.PathLike[str]]) -> Steps:
+    """Reads the files and joins them; of two rows for the same build that were timed, the later one counts.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: for a file of another kind, and for pieces of different devices or clock caps.
+    """
+    read_pieces = sorted(
+        ((str(path), read(path)) for path in paths), key=lambda piece: str(piece[1].get("started") or "")
+    )
+    if not read_pieces:
+        raise ValueError("give at least one benchmark JSON")
+    files, pieces = tuple(path for path, _ in read_pieces), tuple(piece for _, piece in read_pieces)
+    caps = [piece["machine"].get("clock_cap_mhz") for piece in pieces]
+    for path, piece, cap in zip(files, pieces, caps, strict=True):
+        if device_of(piece) != device_of(pieces[0]):
+            raise ValueError(
+                f"{path}: measured on {device_of(piece)}, but {files[0]} on {device_of(pieces[0])}; one page is one device"
+            )
+        if cap != caps[0]:
+            raise ValueError(f"{path}: clock cap {cap}, but {files[0]}: {caps[0]}; one page is one clock cap")
+    notes = [str(note) for piece in pieces for note in piece.get("notes") or []]
+    commits = unique(short_commit(str(piece.get("commit") or "unknown")) for piece in pieces)
+    if len(commits) > 1:
+        notes.append(f"The pieces come from different commits: {', '.join(commits)}. Compare them with care.")
+    notes += [
+        f"{path} ended before its time: what it had not reached is missing here."
+        for path, piece in zip(files, pieces, strict=True)
+        if piece.get("complete") is False
+    ]
+    builds: dict[str, Build] = {}
+    for piece in pieces:
+        for row in piece["builds"]:
+            commit = str(row.get("commit") or piece.get("commit") or "unknown")
+            build = Build(str(row["name"]), str(row.get("status") or "error"), row, commit)
+            before = builds.get(build.name)
+            if before is not None and before.timed and not build.timed:
+                continue
+            if before is not None and before.timed:
+                notes.append(f"{build.name} stands in more than one piece; the later measurement is shown.")
+            builds[build.name] = build
+    return Steps(pieces, files, tuple(builds.values()), tuple(dict.fromkeys(notes)))
+
+
+def read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """One file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: naming the file and what is wrong with it.
+    """
+    try:
+        data = from_json(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not whole JSON (torn, or another kind of file): {error}") from error
+    if not isinstance(data, dict) or data.get("kind") != KIND:
+        raise ValueError(f"{path}: not a report of `dwslm bench step`; join files of one kind")
+    if data.get("format") != FORMAT:
+        raise ValueError(f"{path}: is of format {data.get('format')!r}, and this version reads format {FORMAT}")
+    builds = data.get("builds")
+    sound = isinstance(builds, list) and all(
+        isinstance(row, dict) and isinstance(row.get("name"), str) for row in builds
+    )
+    if not sound or not isinstance(data.get("machine"), dict):
+        raise ValueError(f"{path}: `builds` is no list of named builds, or `machine` no object")
+    for row in builds or []:
+        if row.get("status") not in (*STATUSES, None):
+            raise ValueError(f"{path}: {row['name']}: status {row['status']!r} is none of {', '.join(STATUSES)}")
+    return data

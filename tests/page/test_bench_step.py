@@ -1,0 +1,135 @@
+"""Pieces of `dwslm bench step` joined, and the page made of them."""
+
+import json
+
+import pytest
+
+from dwslm.page import bench_step, bench_step_page
+
+
+def row(name, speed=200_000.0, **more):
+    middle = {"median": speed, "spread": 1500.0, "n": 3}
+    health = {"power_w": {"mean": 690.0, "max": 705.0}, "sm_mhz": {"min": 1500, "median": 1800, "max": 1980},
+              "throttle_reasons": {"sw_power_cap": 0.9}, "temperature_c": {"min": 50, "median": 58, "max": 61}}  # fmt: skip
+    classes = [
+        {"class": "mlp up", "ms": 700.0, "ms_micro_batch": 87.5, "share": 0.35, "flop": 3.5e14, "bytes": 0.0,
+         "floor_ms": 490.0, "floor_share": 0.7},
+        {"class": "optimizer", "ms": 20.0, "ms_micro_batch": None, "share": 0.01, "flop": None, "bytes": None,
+         "floor_ms": None, "floor_share": None},
+    ]  # fmt: skip
+    return {
+        "name": name, "meaning": "a build", "status": "ok", "overrides": ["experiment=main"], "mfu": 0.35,
+        "tokens_per_second": middle, "step_ms": {"median": 2600.0, "spread": 10.0}, "micro_batch_ms": None, "update_ms": None,
+        "first_step_s": 60.0, "peak_memory_bytes": 68_400_000_000, "work": {"micro_batch_tokens": 65536},
+        "energy_j_per_token": {"median": 0.0034, "spread": 0.0001},
+        "start": {"caches": "cold", "to_first_step_s": 80.0, "imports_s": 9.0, "build_s": 11.0},
+        "second_start": {"first_step_s": 7.0, "start": {"caches": "warm", "to_first_step_s": 27.0}},
+        "runs": [{"tokens_per_second": speed, "health": health}] * 3,
+        "profile": {"wall_ms": 750.0, "idle_ms": 30.0, "classes": classes,
+                    "kernels": [{"class": "mlp up", "kernel": "nvjet", "ms": 700.0, "count": 480.0}]},
+    } | more  # fmt: skip
+
+
+def piece(tmp_path, name, builds, started="2026-11-29T10:00:00+00:00", device="NVIDIA H200", commit="a" * 40, **more):
+    path = tmp_path / f"{name}.json"
+    plain = {"format": 1, "kind": "step", "command": f"dwslm bench step {name}", "commit": commit, "started": started,
+             "seconds": 100.0, "complete": True, "versions": {"torch": "2.11.0"}, "notes": [],
+             "machine": {"device": device, "clock_cap_mhz": None}, "builds": builds} | more  # fmt: skip
+    path.write_text(json.dumps(plain))
+    return path
+
+
+def test_pieces_are_joined_and_the_later_measurement_counts(tmp_path):
+    skipped = {"name": "plain", "status": "skipped", "reason": "the budget was used up"}
+    old = piece(tmp_path, "old", [row("main", 170_000.0), row("plain", 200_000.0)])
+    new = piece(tmp_path, "new", [row("main", 180_000.0), skipped], "2026-11-29T11:00:00+00:00", commit="b" * 40)
+    steps = bench_step.join([new, old])
+    speeds = {build.name: build.number("tokens_per_second", "median") for build in steps.builds}
+    assert speeds == {"main": 180_000.0, "plain": 200_000.0}  # one that was not measured replaces nothing
+    assert any("different commits" in note for note in steps.notes)
+    assert any(note == "main stands in more than one piece; the later measurement is shown." for note in steps.notes)
+    paths = bench_step_page.write([new, old], tmp_path / "page")
+    assert [path.name for path in paths] == ["step.md", "step.html", "step.json"]
+    joined = json.loads(paths[2].read_text())
+    assert joined["seconds"] == 200.0 and [build["name"] for build in joined["builds"]] == ["main", "plain"]
+    assert joined["builds"][1]["commit"] == "a" * 40
+    again = bench_step.join([paths[2]])  # what was joined is a piece itself
+    assert {build.name: build.commit for build in again.builds} == {"main": "b" * 40, "plain": "a" * 40}
+
+
+def test_the_page_says_what_was_measured(tmp_path):
+    builds = [
+        row("plain"),
+        row(
+            "peer",
+            100_000.0,
+            profile=None,
+            second_start=None,
+            peer={
+                "parameters": 324_391_928,
+                "attention": "FlashAttention-2",
+                "compiled": False,
+                "not_compiled_because": "a bug",
+            },
+        ),
+    ]
+    builds.append({"name": "window", "status": "error", "reason": "out of memory | now", "overrides": []})
+    text = markdown_of(tmp_path, builds)
+    assert "200,000 (1,500)" in text and "35 %" in text
+    assert "plain trains 2.00 times as many tokens a second as the peer." in text
+    assert "| plain | cold | 80.0 |" in text and "| plain again | warm | 27.0 |" in text
+    assert "sw_power_cap 90 %" in text and "1,500 to 1,980" in text and "3.40 (0.10)" in text
+    assert "| mlp up | 700 (70 %) |" in text and "| idle | 30.0 |" in text and "| whole step | 750 |" in text
+    assert "plain: the floors of all classes add up to 490 of 750 ms." in text
+    assert "324,391,928 parameters; FlashAttention-2; not compiled: a bug" in text
+    assert "| window | error | out of memory \\| now |" in text
+
+
+def test_recorded_is_compared_with_launched_by_the_spread_of_both(tmp_path):
+    builds = [row("main recorded", 180_000.0, recorded=True), row("main launched", 179_000.0, recorded=False),
+              row("plain recorded", 231_000.0, recorded=True), row("plain launched", 210_000.0, recorded=False)]  # fmt: skip
+    text = markdown_of(tmp_path, builds)
+    assert "main: recorded and launched lie within the ranges of their runs." in text
+    assert "plain: recorded trains 10 % more tokens a second." in text
+    assert "| main recorded (a build) | yes | 180,000 (1,500) |" in text
+
+
+def markdown_of(tmp_path, builds):
+    return bench_step_page.write([piece(tmp_path, "one", builds)], tmp_path / "out")[0].read_text()
+
+
+def test_a_page_of_a_cpu_leaves_out_what_nobody_measured(tmp_path):
+    bare = row("main", mfu=None, energy_j_per_token=None, peak_memory_bytes=None, profile=None, second_start=None,
+               runs=[{"tokens_per_second": 1.0}] * 3, not_measured="a CPU: no power")  # fmt: skip
+    text = markdown_of(tmp_path, [bare])
+    assert "Sustained speed" in text and "Power and clock" not in text and "Where the time goes" not in text
+    assert "a CPU: no power" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "is of format 2, and this version reads format 1"),
+        ({"kind": "day0"}, "not a report of `dwslm bench step`"),
+        ({"builds": [{"status": "ok"}]}, "`builds` is no list of named builds"),
+        ({"builds": [{"name": "a", "status": "fine"}]}, "status 'fine' is none of ok"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong(change, message, tmp_path):
+    with pytest.raises(ValueError, match=message.replace("`", ".")) as caught:
+        bench_step.join([piece(tmp_path, "wrong", **{"builds": [], **change})])
+    assert "wrong.json" in str(caught.value)
+
+
+def test_one_page_is_one_device_and_one_kind(tmp_path):
+    one, two = piece(tmp_path, "one", []), piece(tmp_path, "two", [], device="NVIDIA H100")
+    with pytest.raises(ValueError, match="one page is one device"):
+        bench_step.join([one, two])
+    capped = piece(tmp_path, "three", [], machine={"device": "NVIDIA H200", "clock_cap_mhz": 1500})
+    with pytest.raises(ValueError, match="one page is one clock cap"):
+        bench_step.join([one, capped])
+    torn = tmp_path / "torn.json"
+    torn.write_text('{"kind": "step", ')
+    assert bench_step.is_step(one) and not bench_step.is_step(torn)
+    with pytest.raises(ValueError, match=r"torn.json: not whole JSON"):
+        bench_step.join([one, torn])
