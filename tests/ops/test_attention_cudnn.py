@@ -101,7 +101,9 @@ def test_graphs_are_told_where_each_segment_lies(built, window, columns):
         torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
     row = (HEADS + 2 * KV_HEADS) * HEAD_DIM + columns + 8
     read = {4: (row, HEAD_DIM), 0: (row, HEAD_DIM), 1: (KV_HEADS * HEAD_DIM, HEAD_DIM)}[columns]
-    assert [layout.v for layout in built] == [read, read]
+    # The backward kernels go wrong on views (H200, cuDNN 9.19), so all that they read is packed.
+    packed = (HEADS * HEAD_DIM, HEAD_DIM), (KV_HEADS * HEAD_DIM, HEAD_DIM), (KV_HEADS * HEAD_DIM, HEAD_DIM)
+    assert built[0].v == read and (built[1].q, built[1].k, built[1].v) == packed
     assert [layout.slots for layout in built] == [len(UNEVEN) - 1] * 2
 
 
