@@ -23,8 +23,9 @@ hypothesis.settings.load_profile("dwslm")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Processes for `--numprocesses auto`: one for each core, but a GPU is used by one test at a time."""
-    return 0 if torch.cuda.is_available() else min(MOST_PROCESSES, os.cpu_count() or 1)
+    """Processes for `--numprocesses auto`: one more than cores, since many tests wait for something that they have started. A
+    GPU is used by one test at a time."""
+    return 0 if torch.cuda.is_available() else min(MOST_PROCESSES, (os.cpu_count() or 1) + 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -209,9 +209,11 @@ def test_a_supervisor_that_is_killed_takes_the_run_along_and_the_next_one_goes_o
     runs = tmp_path / "runs"
     process = supervisor(script, tiny_data, runs)
     saved(runs)
+    run = open_run("latest", runs)
+    while not any(row["event"] == "supervised" for row in events(run)):  # it looks for the run now and then
+        time.sleep(0.01)
     process.kill()
     process.wait()
-    run = open_run("latest", runs)
     end = time.monotonic() + 10
     while True:
         try:

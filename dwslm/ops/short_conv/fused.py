@@ -183,61 +183,11 @@ def _backward_four(
         a, x1, x2, x3, ya, w0, w1, w2, w3, pa, s1, s2, s3, g0, g1, g2, g3, dx, i, c, row, last, UNIT, True, FAST, WHOLE
     )
     s1, s2, s3, g0, g1, g2, g3 = _backward_token(
-        b,
-        a,
-        x1,
-        x2,
-        yb,
-        w0,
-        w1,
-        w2,
-        w3,
-        pb,
-        s1,
-        s2,
-        s3,
-        g0,
-        g1,
-        g2,
-        g3,
-        dx,
-        i + 1,
-        c,
-        row,
-        last,
-        UNIT,
-        True,
-        FAST,
-        WHOLE,
-    )
+        b, a, x1, x2, yb, w0, w1, w2, w3, pb, s1, s2, s3, g0, g1, g2, g3, dx, i + 1, c, row, last, UNIT, True, FAST, WHOLE
+    )  # fmt: skip
     s1, s2, s3, g0, g1, g2, g3 = _backward_token(
-        d,
-        b,
-        a,
-        x1,
-        yd,
-        w0,
-        w1,
-        w2,
-        w3,
-        pd,
-        s1,
-        s2,
-        s3,
-        g0,
-        g1,
-        g2,
-        g3,
-        dx,
-        i + 2,
-        c,
-        row,
-        last,
-        UNIT,
-        True,
-        FAST,
-        WHOLE,
-    )
+        d, b, a, x1, yd, w0, w1, w2, w3, pd, s1, s2, s3, g0, g1, g2, g3, dx, i + 2, c, row, last, UNIT, True, FAST, WHOLE
+    )  # fmt: skip
     return _backward_token(
         e, d, b, a, ye, w0, w1, w2, w3, pe, s1, s2, s3, g0, g1, g2, g3, dx, i + 3, c, row, last, UNIT, True, FAST, WHOLE
     )
