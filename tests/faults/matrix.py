@@ -150,7 +150,8 @@ def page(results: dict[int, Result], planned: int, seconds: float, seed: int) ->
         "",
         "Cases are numbered as in the plan that they come from; 9 and 10 (ranks, queue), 12 (rows) and 14 (trackers) are in "
         "[another count](faults-runs.md). The runs have 24 steps in two micro-batches; they save after every fourth and at three "
-        "quarters of the plan, and score after every eighth. Instants are hooked by the tests (`tests/faults/inject.py`); the library has no hooks.",
+        "quarters of the plan, and score after every eighth. Instants are hooked by the tests (`tests/faults/inject.py`); the "
+        "library has no hooks.",
         "",
     ]
     return "\n".join(lines)

@@ -3,8 +3,8 @@
 cuDNN's batch is the slots of `cu_seqlens`: lengths and first elements of the segments are tensors on the device, made from
 `cu_seqlens` in each call, so that nothing waits for the host and a recorded step follows its boundaries. q, k and v are read
 where they lie, as views of one projection, and fewer key-value heads are never expanded. Outputs, log-sum-exps and gradients
-are packed without padding. The backward pass gets its log-sum-exps padded, slots x heads x context of them, as the frontend's own
-operator gives them, and packed q, k and v: with views cuDNN 9.19 reads beyond its scratch, by q's strides, and dq and dk are wrong.
+are packed without padding. The backward pass gets packed q, k and v (with views cuDNN 9.19 reads beyond its scratch, by q's
+strides, and dq and dk are wrong) and log-sum-exps padded to slots x heads x context, as the frontend's own operator gives them.
 
 A graph is built for one shape, stride pattern, scale, window and number of slots, which takes the host one to three seconds, and
 is kept. So a first call must come before a CUDA graph is recorded. The backward pass adds into dq by atomics; its other mode on
