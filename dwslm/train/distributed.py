@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dwslm.train.device import choose_device
-from dwslm.train.rank_watch import FAILED, LEAVE_SECONDS, LEFT, RankLost, Verdict, Watch, text_of
+from dwslm.train.rank_watch import COMPILER_SECONDS, FAILED, LEAVE_SECONDS, LEFT, RankLost, Verdict, Watch, text_of
 from dwslm.train.signals import CAUGHT, Preempted
 
 START_SECONDS = 900.0
@@ -182,20 +182,23 @@ class Ranks:
 
     # ---- time, and each other's health ----
 
-    def expect(self, seconds: float | None) -> None:
-        """From now on this rank may keep the others waiting so long; None for as long as in a step."""
+    def compiling(self, may_be: bool) -> None:
+        """Whether from now on this rank may keep the others waiting, and say nothing, as long as a compiler takes."""
         if self._watch is not None:
-            self._watch.patience = self._watch.silence if seconds is None else seconds
+            self._watch.patience = START_SECONDS if may_be else self._watch.silence
+            self._watch.quiet = max(COMPILER_SECONDS, self._watch.silence) if may_be else self._watch.silence
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
         """For work whose length differs from rank to rank."""
-        before = None if self._watch is None else self._watch.patience
-        self.expect(START_SECONDS)
+        if self._watch is None:
+            yield
+            return
+        before, self._watch.patience = self._watch.patience, START_SECONDS
         try:
             yield
         finally:
-            self.expect(before)
+            self._watch.patience = before
 
     def busy(self, seconds: float, steps: int) -> dict[str, Any]:
         """For a row of metrics: seconds a step that each rank did not wait for gradients of others, and who is slowest.

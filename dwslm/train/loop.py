@@ -23,7 +23,7 @@ from dwslm.runs.writer import RunWriter
 from dwslm.train import checkpoint as checkpoints
 from dwslm.train.checkpoint import CheckpointSettings
 from dwslm.train.device import RunAhead, peak_flops
-from dwslm.train.distributed import START_SECONDS, Ranks
+from dwslm.train.distributed import Ranks
 from dwslm.train.guard import Guard, GuardSettings
 from dwslm.train.plan import Plan
 from dwslm.train.report import MATRIX_FLOPS, TrainProgress
@@ -137,7 +137,7 @@ class Trainer:
             with nullcontext() if self.warm else self.signals.at_once():
                 step.run(batch, rate)
             self.warm = True
-            self.ranks.expect(None)
+            self.ranks.compiling(False)
             self.run_ahead.wait()
             position.step, position.row = number + 1, batch.next_row
             position.tokens += plan.batch_tokens
@@ -145,6 +145,7 @@ class Trainer:
 
             report = position.step % self.settings.log_every == 0 or position.step == plan.steps
             leave = self.ranks.agree(self.signals.received)
+            self.signals.pass_on(leave)
             save = plan.saves(position.step)
             if report or save or leave or self.skips.must_hear:
                 verdict = self.run_ahead.timed("device", self.skips.hear)
@@ -282,7 +283,7 @@ class Trainer:
         """The step for batches of this shape: each rung of the ladder has its own."""
         shape = batch.micro_batches[0]
         if self.step is None or self.step.context != shape.context:
-            self.ranks.expect(START_SECONDS)  # compiling takes one rank longer than another
+            self.ranks.compiling(True)
             rows, slots = len(shape.tokens) // shape.context, len(shape.cu_seqlens) - 1
             self.step = TrainStep(
                 self.model,

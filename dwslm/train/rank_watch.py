@@ -26,8 +26,8 @@ LEAVE_SECONDS = 5.0
 FRAMES, INNERMOST = 12, 3  # most frames that a beat carries: ours, and the last few whosever they are
 PACKAGE = Path(__file__).resolve().parents[1]
 STALL_FACTOR = 10.0
-PATIENT_SILENCE = 300.0
-"""Compilers may hold the interpreter's lock for long, and with it the beat."""
+COMPILER_SECONDS = 300.0
+"""How long a rank may say nothing while it starts or compiles: compilers may hold the interpreter's lock, and so the beat."""
 LOST, FAILED, LEFT = "lost", "failed", "left"
 """Kinds of verdicts: a rank that others found lost, one that has given its own reason, one that a signal asked to leave."""
 
@@ -50,10 +50,12 @@ class Beat:
     """How many it has come to."""
     patience: float
     """Seconds that it may keep the others waiting."""
+    quiet: float
+    """Seconds that it may say nothing."""
     host: str
     pid: int
     stack: list[str]
-    """Of its main thread, innermost last."""
+    """Of its main thread, innermost first."""
     left: bool = False
     """It has ended as it should."""
 
@@ -69,25 +71,21 @@ class Verdict:
     stack: list[str]
 
     def __str__(self) -> str:
-        at = f"; last seen in {' > '.join(self.stack)}" if self.stack else ""
+        at = f"; last seen in {' < '.join(self.stack)}" if self.stack else ""
         return f"{self.reason}{at}"
-
-
-def silence_allowed(silence: float, patience: float) -> float:
-    """How long a rank may say nothing: longer while it may also be slow."""
-    return silence if patience <= silence else max(silence, PATIENT_SILENCE)
 
 
 class Judge:
     """Decides from beats; pure but for its memory. Times in seconds, by the judge's own clock."""
 
     def __init__(self, ranks: Sequence[int], silence: float):
-        """ranks: those that are judged, and the judge; silence: after how long without a beat a rank is lost."""
+        """ranks: those that are judged, and the judge; silence: the patience of a step."""
         self.ranks, self.silence = list(ranks), silence
         self._beats: dict[int, Beat] = {}
         self._heard: dict[int, float] = {}  # last beat
         self._moved: dict[int, float] = {}  # last meeting
         self._passed: dict[int, float] = {}  # since when others have been to more meetings
+        self._began: float | None = None
         self._longest = 0.0  # between two moves of anyone, while all were as impatient as they get
 
     def hear(self, beat: Beat, now: float) -> None:
@@ -104,6 +102,10 @@ class Judge:
 
     def verdict(self, now: float, ended: Callable[[Beat], bool]) -> Verdict | None:
         """None while all is well. `ended` tells whether a rank's process is known to be gone."""
+        self._began = now if self._began is None else self._began
+        for rank in self.ranks:
+            if rank not in self._beats and now - self._began > COMPILER_SECONDS:
+                return Verdict(LOST, rank, f"rank {rank} has not come within {now - self._began:.0f} s", [])
         here = [self._beats[rank] for rank in self.ranks if rank in self._beats and not self._beats[rank].left]
         most = max((beat.meetings for beat in here), default=0)
         for beat in here:
@@ -111,7 +113,7 @@ class Judge:
             if ended(beat):
                 return Verdict(LOST, beat.rank, f"{who} has died", beat.stack)
             silent = now - self._heard[beat.rank]
-            if silent > silence_allowed(self.silence, beat.patience):
+            if silent > beat.quiet:
                 told = f"{who} has not been heard of for {silent:.0f} s"
                 return Verdict(LOST, beat.rank, told, beat.stack)
             if beat.meetings < most:
@@ -139,8 +141,8 @@ class Watch:
     """A rank's own beat, its judge where it has that office, and its end where there is a verdict."""
 
     def __init__(self, store: Store, rank: int, world: int, *, silence: float, patience: float):
-        """store: for this thread alone; silence: see `Judge`; patience: what it begins with."""
-        self.rank, self.patience, self.meetings = rank, patience, 0
+        """store: for this thread alone; silence: see `RankSettings`; patience: what it begins with."""
+        self.rank, self.patience, self.quiet, self.meetings = rank, patience, COMPILER_SECONDS, 0
         self.found: Verdict | None = None
         """Once it has come."""
         self.on_lost: Callable[[Verdict], None] = lambda verdict: None
@@ -200,8 +202,7 @@ class Watch:
     def _work(self) -> None:
         while not self._leaving.is_set():
             if self._stacks is not None:  # from a thread of C's, which needs no interpreter lock
-                limit = silence_allowed(self.silence, self.patience)
-                faulthandler.dump_traceback_later(limit, file=self._stacks, exit=True)
+                faulthandler.dump_traceback_later(self.quiet, file=self._stacks, exit=True)
             try:
                 with self._lock:
                     self._beat()
@@ -229,7 +230,8 @@ class Watch:
             if depth < INNERMOST or PACKAGE in path.parents:
                 stack.append(f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}")
             frame, depth = frame.f_back, depth + 1
-        beat = Beat(self.rank, self._serial, self.meetings, self.patience, self._host, os.getpid(), stack[::-1], left)
+        limits, place = (self.patience, self.quiet), (self._host, os.getpid())
+        beat = Beat(self.rank, self._serial, self.meetings, *limits, *place, stack, left)
         self._store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
 
     def _look(self) -> Verdict | None:

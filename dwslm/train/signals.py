@@ -55,6 +55,11 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def pass_on(self, name: str | None) -> None:
+        """A signal that another rank has received, or this one: from here on it has come to this process too."""
+        if name is not None and self.received is None:
+            self.received, self._first = name, time.monotonic()
+
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """For work that may be dropped: a signal that is here or comes raises Preempted."""

@@ -30,6 +30,17 @@ _CONTEXT.set_forkserver_preload([tiny_run.__name__, __name__])
 FAULTS = ("sleep", "hold the interpreter", "raise")
 
 
+STARTED: list["Ranks"] = []
+
+
+def kill_all() -> None:
+    """No process outlives its test: one that is stopped would hold up the end of all of them."""
+    while STARTED:
+        for process in STARTED.pop().processes:
+            process.kill()
+            process.join()
+
+
 class Ranks:
     """The processes of one run. Standard output and error of rank r go into `<folder>/rank<r>.txt`."""
 
@@ -43,6 +54,7 @@ class Ranks:
     ):
         """fault: (rank, after how many batches, one of FAULTS)."""
         self.folder = folder
+        STARTED.append(self)
         folder.mkdir(parents=True, exist_ok=True)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

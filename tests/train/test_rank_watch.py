@@ -5,8 +5,10 @@ import pytest
 from dwslm.train.rank_watch import LOST, Beat, Judge, RankLost, Verdict
 
 
-def beat(rank: int, meetings: int, serial: int, *, patience: float = 10.0, left: bool = False) -> Beat:
-    return Beat(rank, serial, meetings, patience, host="node", pid=1000 + rank, stack=["loop.py:1 step"], left=left)
+def beat(
+    rank: int, meetings: int, serial: int, *, patience: float = 10.0, quiet: float = 10.0, left: bool = False
+) -> Beat:
+    return Beat(rank, serial, meetings, patience, quiet, "node", pid=1000 + rank, stack=["loop.py:1 step"], left=left)
 
 
 def judged(judge: Judge, beats: list[Beat], now: float, dead: int | None = None) -> Verdict | None:
@@ -53,16 +55,22 @@ def test_the_wait_begins_when_it_is_passed_and_anew_with_each_move():
         assert judged(judge, [beat(0, 1 + now // 8, now), beat(1, now // 8, now)], float(now)) is None
 
 
-def test_one_that_compiles_may_take_its_time():
-    judge = Judge([0, 1], silence=10)
+def test_one_that_compiles_may_take_its_time_and_say_nothing_for_a_while():
+    judge, compiling = Judge([0, 1], silence=10), {"patience": 900.0, "quiet": 300.0}
     for now in range(100):
-        assert judged(judge, [beat(0, 2, now, patience=900), beat(1, 1, now, patience=900)], float(now)) is None
-    beats = [beat(0, 2, 100, patience=900), beat(1, 1, 99, patience=900)]
-    assert judged(judge, beats, 398.0) is None
-    silent = judged(judge, [beat(0, 2, 101, patience=900), beats[1]], 399.5)
-    assert (
-        silent is not None and silent.rank == 1 and "not been heard of for 300 s" in silent.reason
-    )  # but it must speak
+        assert judged(judge, [beat(0, 2, now, **compiling), beat(1, 1, now, **compiling)], float(now)) is None
+    still = [beat(0, 2, 100, **compiling), beat(1, 1, 99, **compiling)]
+    assert judged(judge, still, 398.0) is None
+    silent = judged(judge, [beat(0, 2, 101, **compiling), still[1]], 399.5)
+    assert silent is not None and silent.rank == 1 and "not been heard of for 300 s" in silent.reason
+
+
+def test_one_that_never_comes_is_missed():
+    judge = Judge([0, 1], silence=10)
+    for now in range(0, 301, 10):
+        assert judged(judge, [beat(0, 1, now)], float(now)) is None
+    found = judged(judge, [beat(0, 1, 301)], 301.0)
+    assert found == Verdict(LOST, 1, "rank 1 has not come within 301 s", [])
 
 
 def test_ranks_that_all_stand_still_are_found_by_their_own_pace():

@@ -76,3 +76,14 @@ with signals.Signals():
 def test_a_second_signal_ends_the_process_there_and_then():
     done = subprocess.run([sys.executable, "-c", SECOND], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "first\n")
+
+
+def test_a_signal_of_another_rank_counts_here_and_the_launchers_own_is_the_same_one():
+    with Signals() as signals:
+        signals.pass_on(None)
+        assert signals.received is None
+        signals.pass_on("SIGUSR1")
+        os.kill(os.getpid(), signal.SIGTERM)  # a launcher sends it to all of them
+        assert signals.received == "SIGUSR1"
+        with pytest.raises(Preempted, match="SIGUSR1"), signals.at_once():
+            raise AssertionError("it began")
