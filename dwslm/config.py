@@ -54,6 +54,7 @@ RESUMABLE = (
     "train.prefetch",
     "train.device",
     "train.micro_batch_tokens",
+    "train.record",
     "ranks.",
     "checkpoint.",
     "guard.sigma",
@@ -65,8 +66,8 @@ RESUMABLE = (
     "track.",
 )
 
-# What a branch may change: which text comes next, and what the new run is called.
-BRANCHABLE = ("name", "runs_dir", "data.mixture.")
+# What a branch may change: which text comes next, what the new run is called, and how its steps fit the machine.
+BRANCHABLE = ("name", "runs_dir", "data.mixture.", "train.micro_batch_tokens", "train.record", "ranks.")
 
 
 @dataclass
@@ -104,7 +105,7 @@ class RunConfig:
     """Checkpoint whose weights alone start a new run: RUN (its newest), RUN@best, RUN@STEP, or a checkpoint's folder."""
     branch: str | None = None
     """Checkpoint of a run to go on from in a new run with another mixture: RUN@75% (pinned there), RUN@STEP. Optimizer,
-    position and schedule go on; only `data.mixture`, `name` and `runs_dir` may differ."""
+    position and schedule go on; only `data.mixture`, `name`, `runs_dir` and what fits the steps to the machine may differ."""
     dry_run: bool = False
     """Build everything, print sizes, routing, rates and memory, run one step, and leave nothing behind."""
     data: DataSettings = field(default_factory=DataSettings)
@@ -207,6 +208,10 @@ def from_plain(plain: dict[str, Any]) -> RunConfig:
     Raises:
         ValueError: where it holds what this version does not know.
     """
+    split = plain.get("data", {}).get("stochastok", {})
+    if "proportion" in split and "enabled" not in split:  # before there was a switch, a proportion above 0 was one
+        own = {"enabled": bool(split["proportion"]), "proportion": split["proportion"] or None}
+        plain = {**plain, "data": {**plain["data"], "stochastok": own}}
     try:
         return to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain), RunConfig)  # type: ignore[arg-type]
     except OmegaConfBaseException as error:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from dwslm.cli.engines import engines
 from dwslm.cli.plan_data import open_data, open_stream
 from dwslm.cli.ranks import rank_console
 from dwslm.config import RunConfig
@@ -26,6 +27,8 @@ class Built:
     stream: RowStream
     train: Dataset
     valid: Dataset
+    engines: dict[str, str]
+    """Part of the model -> its kernel."""
 
 
 def build(config: RunConfig, lr: float | None, ranks: Ranks | None = None) -> Built:
@@ -38,8 +41,11 @@ def build(config: RunConfig, lr: float | None, ranks: Ranks | None = None) -> Bu
     ranks = ranks or Ranks()
     device = ranks.choose_device(config.train.device)
     set_numerics(config.train.deterministic, config.train.threads)
+    if config.train.record and device.type != "cuda":
+        raise ValueError(f"train.record=true needs an NVIDIA GPU, and this run is on {device}: set train.record=null")
     packing = config.data.packing
     plan = make_plan(config.train, config.optim, config.checkpoint, packing.context, lr, packing.ladder, ranks.world)
+    found = engines(config.model, device, config.train.micro_batch_tokens)
     train_set, valid_set = open_data(config, rank_console(ranks))
     stream = open_stream(config, plan, train_set, train_set.path)
     model = LanguageModel(config.model, train_set.vocab_size, config.train.seed).to(device)
@@ -52,7 +58,7 @@ def build(config: RunConfig, lr: float | None, ranks: Ranks | None = None) -> Bu
         extra=model.extra_state(),
         ranks=ranks if ranks.world > 1 else None,
     )
-    return Built(plan, model, optimizer, stream, train_set, valid_set)
+    return Built(plan, model, optimizer, stream, train_set, valid_set, found)
 
 
 def check_same_data(state: dict[str, Any], built: Built, found: Checkpoint) -> None:

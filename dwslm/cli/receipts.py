@@ -14,8 +14,6 @@ from dwslm.cli.build import Built
 from dwslm.cli.find import commit
 from dwslm.cli.plan_data import describe_plan, show_plan
 from dwslm.config import RunConfig, config_hash, to_plain
-from dwslm.model.lm import DTYPES, ModelSettings
-from dwslm.ops import attention, delta_gate, delta_rule, depth_mix, loss_head, short_conv
 from dwslm.optim.schedule import learning_rate
 from dwslm.runs.folder import RunFolder
 from dwslm.train.checkpoint import Checkpoint
@@ -42,9 +40,7 @@ def describe(config: RunConfig, built: Built, console: Console) -> None:
                 + (s.dtype if s.mlp_precision == "model" else s.mlp_precision)
                 + (", deterministic" if config.train.deterministic else "")
                 + (", compiled" if config.train.compile else ""),
-                "engines": f"attention {attention.resolve(s.attention_engine, device, DTYPES[s.dtype], s.head_dim)}, "
-                f"delta rule {delta_engine(s, device)}, convolution {conv_engine(s, device)}, gates {gate_engine(s, device)}, "
-                f"attention residuals {depth_engine(s, device)}, head {loss_head.resolve(s.head_engine, device)}",
+                "engines": ", ".join(f"{part} {name}" for part, name in built.engines.items() if name != "not used"),
                 "residual factor": f"{built.model.layers[0].factor:g}",
                 "data": f"{config.data.path}, {len(built.train):,} documents, held out {len(built.valid):,}",
             },
@@ -54,35 +50,6 @@ def describe(config: RunConfig, built: Built, console: Console) -> None:
     console.print(routing_table(built.optimizer.routing()))
     console.print(plan_table(built.plan))
     show_plan(describe_plan(built.stream, console), config.train.micro_batch_tokens, console)
-
-
-def delta_engine(s: ModelSettings, device: torch.device) -> str:
-    """Engine of the linear-attention layers."""
-    if s.local == "window":
-        return "not used"
-    return delta_rule.resolve(
-        s.delta_engine,
-        device=device,
-        dtype=DTYPES[s.dtype],
-        head_dim=s.delta_head_dim,
-        bounded=s.delta_gate == "bounded",
-        scalar_gate=s.local == "gdn",
-    )
-
-
-def conv_engine(s: ModelSettings, device: torch.device) -> str:
-    """Engine of the linear-attention layers' convolution."""
-    return "not used" if s.local == "window" else short_conv.resolve(s.conv_engine, device, s.delta_head_dim)
-
-
-def gate_engine(s: ModelSettings, device: torch.device) -> str:
-    """Engine of KDA's decay gate and gated norm."""
-    return "not used" if s.local != "kda" else delta_gate.resolve(s.gate_engine, device, s.delta_head_dim)
-
-
-def depth_engine(s: ModelSettings, device: torch.device) -> str:
-    """Engine of the attention residuals."""
-    return depth_mix.resolve(s.depth_engine, device) if s.depth_block else "off"
 
 
 def make_receipt(

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
+from dwslm.cli.engines import had_here
 from dwslm.cli.find import find_checkpoint, open_split
 from dwslm.cli.ranks import meet, rank_console
 from dwslm.config import RunConfig, ScoreConfig, from_plain
@@ -75,7 +76,11 @@ def score_rank(config: ScoreConfig, overrides: Sequence[str], ranks: Ranks) -> N
             f"{tokenizer_path} is not the tokenizer that {found.path} was trained with: give that dataset with data="
         )
     tokenizer = load_tokenizer(tokenizer_path)
-    model = load_model(trained, found, valid.vocab_size, ranks.choose_device(config.device))
+    device = ranks.choose_device(config.device)
+    trained.model, told = had_here(trained.model, device)
+    for line in told:
+        console.print(Text(line))
+    model = load_model(trained, found, valid.vocab_size, device)
     nats = nats_function(model)
     console.print(Text(f"{found.path}: step {state['step']:,}, {state['tokens']:,} tokens"))
 

@@ -42,6 +42,7 @@ SIZES = (
     "delta_gate_rank",
     "mlp_hidden",
 )
+MOST_SOFTCAP = 40.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -87,7 +88,7 @@ class ModelSettings:
     init_scale: float = 0.5
     """Standard deviation of a matrix at the start, times sqrt(fan_in)."""
     softcap: float = 20.0
-    """Bound on the logits."""
+    """Bound on the logits, at most 40."""
     norm_eps: float = 1e-6
     """Added to the mean square in every RMSNorm; KDA's head norm needs 1e-6 or less."""
     dtype: str = "bfloat16"
@@ -132,9 +133,14 @@ class ModelSettings:
         for name in ("depth_block", "base_depth"):
             if getattr(self, name) < 0:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be 0 (off) or more")
-        for name in ("init_scale", "softcap", "norm_eps"):
+        for name in ("init_scale", "norm_eps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be above 0 and finite")
+        if not 0 < self.softcap <= MOST_SOFTCAP:
+            raise ValueError(
+                f"model.softcap={self.softcap} must be above 0 and at most {MOST_SOFTCAP:g}: the loss relies on exp(-2 x "
+                "softcap) being a number"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}")
         if self.depth_block and (2 * self.layers) % self.depth_block:

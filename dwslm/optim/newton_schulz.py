@@ -44,6 +44,8 @@ def misfit(device: torch.device, dtype: torch.dtype, m: int, n: int) -> str | No
     """Why "symmetric" cannot take m x n matrices with products in `dtype`, and the way out; None where it can."""
     if not (device.type == "cuda" and HAS_TRITON):
         return f"needs a GPU and Triton (it comes with torch there), not {device}: choose auto or plain"
+    if torch.cuda.get_device_capability(device) < (9, 0):  # its tiles want Hopper's shared memory and matrix units
+        return "needs a GPU of compute capability 9.0 or later: choose auto or plain"
     if dtype != torch.bfloat16:
         return f"takes products in bfloat16, not {str(dtype).removeprefix('torch.')}: choose auto or plain"
     if min(m, n) < 2 * BLOCK or m % BLOCK or n % BLOCK:  # one block has no mirror image

@@ -16,7 +16,8 @@ class Recorder:
 
     The first run of a key is launched kernel by kernel, since compilers, tuning and libraries' scratch belong outside a
     graph; the second is recorded and replayed, those after it are replayed. Launched or recorded, all share one pool of
-    memory on one stream: nothing that a function allocates outlives it, so a pool holds what the largest of them needs, once.
+    memory on one stream: what a function allocates is free again after it, so a pool holds what the largest of them needs, once,
+    and the scratch that libraries keep.
     """
 
     def __init__(self, device: torch.device):

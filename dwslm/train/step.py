@@ -18,7 +18,8 @@ from dwslm.train.recording import Recorder
 # Padded strides would have to be copied away before every kernel that is not the compiler's own.
 INDUCTOR: dict[str, Any] = {"comprehensive_padding": False}
 SLOTS = 64
-"""A micro-batch is run with its segments' number rounded up to this. Some kernels are paid by the slot, empty or not."""
+"""A micro-batch is run with its segments' number rounded up to this, twice this, four times this and so on: some kernels are paid
+by the slot, empty or not, and some libraries keep scratch for each number of slots that they have seen."""
 
 
 class TrainStep:
@@ -48,7 +49,9 @@ class TrainStep:
         """
         device = model.embedding.weight.device
         if record and device.type != "cuda":
-            raise ValueError(f"train.record=true needs an NVIDIA GPU, and the model is on {device}: set it to null")
+            raise ValueError(
+                f"train.record=true needs an NVIDIA GPU, and the model is on {device}: set train.record=null"
+            )
         self.model, self.optimizer, self.context, self.guard = model, optimizer, context, guard
         self.tokens = torch.zeros(rows * context, dtype=torch.int64, device=device)
         self.targets = torch.full((rows * context,), IGNORE, dtype=torch.int64, device=device)
@@ -133,7 +136,10 @@ class TrainStep:
 
 
 def slots_needed(cu_seqlens: Tensor) -> int:
-    """Slots that a batch is run with: its segments, a multiple of `SLOTS` where it has as many. On the CPU."""
-    slots = len(cu_seqlens) - 1
+    """Slots that a batch is run with, out of those of its `cu_seqlens`, which lies on the CPU."""
+    most = len(cu_seqlens) - 1
     used = int(torch.count_nonzero(cu_seqlens[1:] != cu_seqlens[:-1]))
-    return min(slots, -(-used // SLOTS) * SLOTS)
+    slots = SLOTS
+    while slots < used:
+        slots *= 2
+    return min(most, slots)

@@ -168,6 +168,7 @@ def test_each_part_can_be_turned_off():
         ({"delta_engine": "warp"}, "unknown delta-rule engine 'warp'"),
         ({"width": 0}, "model.width=0 must be 1 or more"),
         ({"softcap": 0.0}, "model.softcap=0.0 must be above 0"),
+        ({"softcap": 40.5}, "at most 40"),  # float32 has no exp(-2 x 44) of full precision
         ({"norm_eps": float("nan")}, "model.norm_eps=nan must be above 0"),
         ({"kv_heads": 0}, "model.kv_heads=0 must be 1 or more"),
         ({"heads": -4}, "model.heads=-4 must be 1 or more"),

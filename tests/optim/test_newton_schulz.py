@@ -140,6 +140,9 @@ def test_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="'fast': choose one of auto, symmetric, plain"):
         newton_schulz(torch.randn(4, 4), engine="fast")
     monkeypatch.setattr(module, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert resolve("auto", GPU, BF16, 1024, 1024) == "plain"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert resolve("auto", GPU, BF16, 1024, 4096) == resolve("symmetric", GPU, BF16, 256, 640) == "symmetric"
     assert "not float32" in (misfit(GPU, torch.float32, 1024, 1024) or "")
     for m, n in [(128, 1024), (1024, 128), (320, 1024), (1024, 1000)]:

@@ -116,6 +116,9 @@ def test_slots_are_counted_and_rounded_up():
     assert slots_needed(boundaries(75, draw)) == 2 * SLOTS
     assert slots_needed(torch.arange(2 * SLOTS + 1, dtype=torch.int32)) == 2 * SLOTS
     assert slots_needed(torch.arange(2 * SLOTS + 2, dtype=torch.int32)) == 2 * SLOTS + 1  # as many as there are
+    many = torch.full((1025,), 700, dtype=torch.int32)
+    many[:301] = torch.arange(301)
+    assert slots_needed(many) == 8 * SLOTS  # 301 segments: 64, 128, 256, 512
     assert slots_needed(torch.tensor([0, 9, 9, 9], dtype=torch.int32)) == 3
 
 

@@ -27,7 +27,9 @@ def resolve(engine: str, device: torch.device) -> str:
     check_name(engine)
     fits = device.type == "cuda" and HAS_TRITON
     if engine == "fused" and not fits:
-        raise ValueError(f"depth engine 'fused' needs a GPU and Triton (it comes with torch there), not {device}")
+        raise ValueError(
+            f"depth engine 'fused' needs a GPU and Triton (it comes with torch there), not {device}: choose auto or torch"
+        )
     if engine == "auto":
         return "fused" if fits else "torch"
     return engine

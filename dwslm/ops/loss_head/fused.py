@@ -20,6 +20,7 @@ from dwslm.ops.loss_head.compiled import CHUNK_BYTES
 TILE = 1024  # logits at a time; two of them go together
 BLOCK = 1024  # columns of hidden states at a time
 WARPS = 4
+KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)  # else a minimum hides one, and the loss looks healthy
 DOUBLE = tl.constexpr(2.885390081777927)  # 2 / ln 2: exp(2 x) is exp2 of this times x
 
 
@@ -28,7 +29,8 @@ def _exponentials(a, b, cap):
     """e and r (1 - r) of two tiles of logits. One reciprocal does for a pair: special functions are what is scarce here."""
     a, b = a * (DOUBLE / cap), b * (DOUBLE / cap)
     # Past 60 nothing changes any more (r is 0 beside 1), and the pair's product stays finite.
-    a, b = 1.0 + tl.math.exp2(tl.minimum(a, 60.0)), 1.0 + tl.math.exp2(tl.minimum(b, 60.0))
+    a = 1.0 + tl.math.exp2(tl.minimum(a, 60.0, propagate_nan=KEEP_NAN))
+    b = 1.0 + tl.math.exp2(tl.minimum(b, 60.0, propagate_nan=KEEP_NAN))
     root = tl.math.rsqrt(a * b)
     pair = root * root
     a, b = b * pair, a * pair
@@ -69,7 +71,7 @@ def _nats_kernel(
                 tl.store(logits + i + TILE + c, (e_b * slope_b).to(logits.dtype.element_ty), mask=there_b)
             total += e_a + e_b
         normaliser = tl.sum(total, axis=0)
-        r = 1.0 / (1.0 + tl.exp(tl.minimum(2.0 * aim / cap, 60.0)))
+        r = 1.0 / (1.0 + tl.exp(tl.minimum(2.0 * aim / cap, 60.0, propagate_nan=KEEP_NAN)))
         loss = tl.log(normaliser) + 2.0 * cap * r
         at_target = (tl.exp(-2.0 * cap * r) - normaliser) * (r - r * r)
         tl.debug_barrier()  # the row has been written by other threads than the one that mends it

@@ -1,14 +1,23 @@
 """Squared-ReLU feed-forward layer: relu(x up^T)^2 down^T (arXiv 2109.08668), in the model's dtype or in FP8."""
 
+import torch
 from torch import Tensor
 
+from dwslm.ops.mlp import fp8
 from dwslm.ops.mlp.formats import new_peaks, remember
 from dwslm.ops.mlp.fp8 import fp8_delayed_mlp, fp8_mlp
 from dwslm.ops.mlp.plain import plain_mlp
 
-__all__ = ["PRECISIONS", "new_peaks", "remember", "squared_relu_mlp"]
+__all__ = ["PRECISIONS", "misfit", "new_peaks", "remember", "squared_relu_mlp"]
 
 PRECISIONS = {"model": plain_mlp, "fp8": fp8_mlp, "fp8_delayed": fp8_delayed_mlp}
+
+
+def misfit(
+    precision: str, device: torch.device, dtype: torch.dtype, tokens: int, width: int, hidden: int
+) -> str | None:
+    """Why a precision cannot be had for such a layer, and the way out; None where it can."""
+    return None if precision == "model" else fp8.misfit(device, dtype, tokens, width, hidden)
 
 
 def squared_relu_mlp(

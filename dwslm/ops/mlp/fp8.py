@@ -87,21 +87,25 @@ class Delayed(torch.autograd.Function):
         return dx, dup, ddown, quantize.largest([*seen, dy_seen, dh_seen])
 
 
+def misfit(device: torch.device, dtype: torch.dtype, tokens: int, width: int, hidden: int) -> str | None:
+    """Why a layer's products cannot run in FP8, and the way out; None where they can."""
+    cuda = device.type == "cuda"
+    if cuda and torch.cuda.get_device_capability(device) < (8, 9):
+        return (
+            f"FP8 products need compute capability 8.9 or later, and {torch.cuda.get_device_name(device)} has "
+            f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}: set model.mlp_precision=model, or compute on a CPU"
+        )
+    if cuda and dtype != torch.bfloat16:
+        return f"FP8 products on a GPU give bfloat16, not {str(dtype).removeprefix('torch.')}: set model.dtype=bfloat16"
+    if tokens % 16 or width % 16 or hidden % 16:
+        return f"FP8 products need multiples of 16, not {tokens} tokens by {(hidden, width)}: set model.mlp_precision=model"
+    return None
+
+
 def check(x: Tensor, up: Tensor) -> None:
-    """Raises ValueError where the device, the dtype or the shape cannot do FP8; x [T, width], up [hidden, width]."""
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
-        raise ValueError(
-            f"FP8 products need compute capability 8.9 or later, and {torch.cuda.get_device_name(x.device)} has "
-            f"{'.'.join(map(str, torch.cuda.get_device_capability(x.device)))}: set model.mlp_precision=model"
-        )
-    if x.is_cuda and x.dtype != torch.bfloat16:
-        raise ValueError(
-            f"FP8 products on a GPU give bfloat16, not {str(x.dtype).removeprefix('torch.')}: set model.dtype=bfloat16"
-        )
-    if x.shape[0] % 16 or x.shape[1] % 16 or up.shape[0] % 16:
-        raise ValueError(
-            f"FP8 products need multiples of 16, not {x.shape[0]} tokens by {tuple(up.shape)}: set model.mlp_precision=model"
-        )
+    """Raises ValueError where `misfit` has a reason; x [T, width], up [hidden, width]."""
+    if reason := misfit(x.device, x.dtype, x.shape[0], x.shape[1], up.shape[0]):
+        raise ValueError(reason)
 
 
 def fp8_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None) -> Tensor:

@@ -1,0 +1,79 @@
+"""Which kernel each part of a model gets on a device, found out before anything is built or written."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dwslm.model.lm import DTYPES, ModelSettings
+from dwslm.ops import attention, delta_gate, delta_rule, depth_mix, loss_head, mlp, qk_norm_rope, short_conv
+
+PARTS = {
+    "attention": "attention_engine",
+    "QK-norm": "qk_norm_engine",
+    "delta rule": "delta_engine",
+    "convolution": "conv_engine",
+    "gates": "gate_engine",
+    "attention residuals": "depth_engine",
+    "head": "head_engine",
+}
+"""Part of the model -> the setting that names its kernel."""
+
+
+def engine(part: str, s: ModelSettings, device: torch.device) -> str:
+    """Name of the engine of one of `PARTS`, or "not used".
+
+    Raises:
+        ValueError: where the one that the settings name cannot be had.
+    """
+    kinds, dtype = set(s.kinds()), DTYPES[s.dtype]
+    softmax, linear = bool(kinds & {"global", "window"}), bool(kinds & {"kda", "gdn"})
+    if part == "attention" and softmax:
+        return attention.resolve(s.attention_engine, device, dtype, s.head_dim)
+    if part == "QK-norm" and softmax:
+        return qk_norm_rope.resolve(s.qk_norm_engine, device, s.head_dim)
+    if part == "delta rule" and linear:
+        bounded, scalar_gate = s.delta_gate == "bounded", "gdn" in kinds
+        return delta_rule.resolve(
+            s.delta_engine,
+            device=device,
+            dtype=dtype,
+            head_dim=s.delta_head_dim,
+            bounded=bounded,
+            scalar_gate=scalar_gate,
+        )
+    if part == "convolution" and linear:
+        return short_conv.resolve(s.conv_engine, device, s.delta_head_dim)
+    if part == "gates" and "kda" in kinds:
+        return delta_gate.resolve(s.gate_engine, device, s.delta_head_dim)
+    if part == "attention residuals" and s.depth_block:
+        return depth_mix.resolve(s.depth_engine, device)
+    if part == "head":
+        return loss_head.resolve(s.head_engine, device)
+    return "not used"
+
+
+def engines(s: ModelSettings, device: torch.device, tokens: int) -> dict[str, str]:
+    """Part -> engine, for micro-batches of so many tokens.
+
+    Raises:
+        ValueError: as `engine` does, and where the MLP's precision cannot be had.
+    """
+    if reason := mlp.misfit(s.mlp_precision, device, DTYPES[s.dtype], tokens, s.width, s.mlp_hidden):
+        raise ValueError(reason)
+    return {part: engine(part, s, device) for part in PARTS}
+
+
+def had_here(s: ModelSettings, device: torch.device) -> tuple[ModelSettings, list[str]]:
+    """The settings with `auto` for engines that this device cannot have, and a line for each of them."""
+    told = []
+    for part, setting in PARTS.items():
+        try:
+            engine(part, s, device)
+        except ValueError as error:
+            other: dict[str, Any] = {setting: "auto"}
+            s = replace(s, **other)
+            told.append(
+                f"{part}: the run's own kernel cannot be had here, {engine(part, s, device)} is taken ({error})"
+            )
+    return s, told

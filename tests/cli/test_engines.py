@@ -1,0 +1,72 @@
+"""Kernels are found out before anything is written, and a score on another machine takes what that one has."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dwslm.cli.engines import PARTS, engines, had_here
+from dwslm.config import RunConfig, from_plain, resume_config, to_plain
+from dwslm.model.lm import ModelSettings
+from tests.model.small import ARMS, SMALL
+
+CPU = torch.device("cpu")
+GPU_ONLY = {
+    "attention": "cudnn",
+    "QK-norm": "fused",
+    "delta rule": "cudnn",
+    "convolution": "fused",
+    "gates": "fused",
+    "attention residuals": "fused",
+}
+
+
+@pytest.mark.parametrize("part", GPU_ONLY)
+def test_a_kernel_that_cannot_be_had_is_refused_with_the_way_out(part):
+    with pytest.raises(ValueError, match="choose|needs a GPU"):
+        engines(replace(SMALL, **{PARTS[part]: GPU_ONLY[part]}), CPU, 64)
+
+
+@pytest.mark.parametrize("local", ARMS)
+def test_every_part_has_one_and_what_is_not_there_none(local):
+    found = engines(replace(SMALL, local=local, depth_block=0), CPU, 64)
+    assert found.keys() == PARTS.keys() and found["attention residuals"] == "not used"
+    assert (found["delta rule"] == "not used") == (local == "window") and (found["gates"] == "torch") == (
+        local == "kda"
+    )
+    assert engines(replace(SMALL, pattern=["local"]), CPU, 64)["attention"] == "not used"
+
+
+def test_a_precision_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="multiples of 16, not 60 tokens"):
+        engines(replace(SMALL, mlp_precision="fp8"), CPU, 60)
+
+
+def test_another_machine_takes_what_it_has_and_says_so():
+    asked = replace(SMALL, **{PARTS[part]: name for part, name in GPU_ONLY.items()})
+    settings, told = had_here(asked, CPU)
+    assert settings == SMALL and len(told) == len(GPU_ONLY)
+    assert told[0].startswith(
+        "attention: the run's own kernel cannot be had here, torch is taken (attention engine 'cudnn'"
+    )
+    assert had_here(SMALL, CPU) == (SMALL, [])
+
+
+@pytest.mark.parametrize(("proportion", "enabled", "kept"), [(0.1, True, 0.1), (0.0, False, None)])
+def test_a_run_from_before_the_switch_splits_as_it_did(proportion, enabled, kept):
+    stored = to_plain(RunConfig())
+    stored["data"]["stochastok"] = {"proportion": proportion}
+    split = from_plain(stored).data.stochastok
+    assert (split.enabled, split.proportion, split.splits_per_token) == (enabled, kept, proportion)
+
+
+def test_a_resume_may_turn_recording_off():
+    stored, given = to_plain(RunConfig()), to_plain(RunConfig())
+    given["train"]["record"] = False
+    config, changed = resume_config(stored, given, ["train.record=false"])
+    assert config.train.record is False and changed == {"train.record": False}
+
+
+def test_the_settings_named_here_are_all_there_are():
+    named = {name for name in vars(ModelSettings()) if name.endswith("_engine")}
+    assert named == set(PARTS.values())
