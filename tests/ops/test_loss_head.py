@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from dwslm.ops import loss_head
+from dwslm.ops import choice
 from dwslm.ops.loss_head import IGNORE, chunked, compiled, resolve, token_nats, total_nats
 from dwslm.ops.loss_head.reference import token_nats_reference
 from tests.ops.helpers import relative_error
@@ -91,7 +91,7 @@ def test_gradients_are_handed_out_once():
 
 
 def test_auto_is_fused_on_a_gpu_only_and_what_cannot_be_had_is_refused(monkeypatch):
-    monkeypatch.setattr(loss_head, "HAS_TRITON", True)
+    monkeypatch.setattr(choice, "HAS_TRITON", True)
     assert resolve("auto", torch.device("cpu")) == "torch" and resolve("auto", torch.device("cuda")) == "fused"
     with pytest.raises(ValueError, match="unknown head engine 'cut'"):
         resolve("cut", torch.device("cpu"))

@@ -3,29 +3,17 @@
 log decay = bound * sigmoid(exp(A_log) * (f + dt_bias))        beta = sigmoid(logits)
 """
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
-ENGINES = ("fused", "torch")
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # looked up once: a compiler cannot trace the look-up
-HEAD_DIMS = (16, 32, 64, 128, 256)  # of the fused kernels
+from dwslm.ops import choice
+
+ENGINES = choice.ENGINES
 
 
 def check_name(engine: str) -> None:
     """Raises ValueError for a name that is neither an engine nor `auto`."""
-    if engine != "auto" and engine not in ENGINES:
-        raise ValueError(f"unknown gate engine {engine!r}: choose one of auto, {', '.join(ENGINES)}")
-
-
-def misfit(device: torch.device, head_dim: int) -> str | None:
-    """Why "fused" cannot take this case, and the way out; None where it can."""
-    if not (device.type == "cuda" and HAS_TRITON):
-        return f"needs a GPU and Triton (it comes with torch there), not {device}: choose auto or torch"
-    if head_dim not in HEAD_DIMS:
-        return f"takes heads of 16, 32, 64, 128 or 256, and head_dim is {head_dim}: choose auto or torch"
-    return None
+    choice.check_name("gate", engine)
 
 
 def resolve(engine: str, device: torch.device, head_dim: int) -> str:
@@ -34,13 +22,7 @@ def resolve(engine: str, device: torch.device, head_dim: int) -> str:
     Raises:
         ValueError: where a named engine cannot be had.
     """
-    check_name(engine)
-    if engine == "torch":
-        return engine
-    reason = misfit(device, head_dim)
-    if reason and engine == "fused":
-        raise ValueError(f"gate engine 'fused' {reason}")
-    return "torch" if reason else "fused"
+    return choice.resolve("gate", engine, choice.misfit(device, head_dim))
 
 
 def delta_gate(

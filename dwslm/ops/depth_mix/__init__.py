@@ -3,36 +3,26 @@
 a_i = softmax_i( query . (gain * rmsnorm(v_i)) )        h = sum_i a_i v_i
 """
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
-ENGINES = ("fused", "torch")
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # looked up once: a compiler cannot trace the look-up
+from dwslm.ops import choice
+
+ENGINES = choice.ENGINES
 
 
 def check_name(engine: str) -> None:
     """Raises ValueError for a name that is neither an engine nor `auto`."""
-    if engine != "auto" and engine not in ENGINES:
-        raise ValueError(f"unknown depth engine {engine!r}: choose one of auto, {', '.join(ENGINES)}")
+    choice.check_name("depth", engine)
 
 
 def resolve(engine: str, device: torch.device) -> str:
-    """Name of the engine that `engine` stands for: `auto` is "fused" on a GPU with Triton and "torch" elsewhere.
+    """Name of the engine that `engine` stands for: `auto` is "fused" where that fits, else "torch".
 
     Raises:
         ValueError: where a named engine cannot be had.
     """
-    check_name(engine)
-    fits = device.type == "cuda" and HAS_TRITON
-    if engine == "fused" and not fits:
-        raise ValueError(
-            f"depth engine 'fused' needs a GPU and Triton (it comes with torch there), not {device}: choose auto or torch"
-        )
-    if engine == "auto":
-        return "fused" if fits else "torch"
-    return engine
+    return choice.resolve("depth", engine, choice.misfit(device))
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:

@@ -4,18 +4,17 @@ The head's product and the loss are one op, because its gradients are made in th
 no chunk's logits outlive it, and nothing is computed twice.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dwslm.ops import choice
 from dwslm.ops.loss_head import chunked, compiled
 from dwslm.ops.loss_head.chunked import token_nats
 
 IGNORE = -100
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def _fused(*args: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
@@ -31,8 +30,7 @@ __all__ = ["ENGINES", "IGNORE", "check_name", "resolve", "token_nats", "total_na
 
 def check_name(engine: str) -> None:
     """Raises ValueError for a name that is neither an engine nor `auto`."""
-    if engine != "auto" and engine not in ENGINES:
-        raise ValueError(f"unknown head engine {engine!r}: choose one of auto, {', '.join(ENGINES)}")
+    choice.check_name("head", engine, ENGINES)
 
 
 def resolve(engine: str, device: torch.device) -> str:
@@ -41,13 +39,7 @@ def resolve(engine: str, device: torch.device) -> str:
     Raises:
         ValueError: where a named engine cannot be had.
     """
-    check_name(engine)
-    there = device.type == "cuda" and HAS_TRITON
-    if engine == "fused" and not there:
-        raise ValueError(
-            f"head engine 'fused' needs a GPU and Triton (it comes with torch there), not {device}: choose auto or torch"
-        )
-    return ("fused" if there else "torch") if engine == "auto" else engine
+    return choice.resolve("head", engine, choice.misfit(device), ENGINES)
 
 
 def total_nats(

@@ -1,29 +1,17 @@
 """What stands between a softmax-attention layer's projection and its attention: weight-free QK-norm and rotary positions."""
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
+from dwslm.ops import choice
 from dwslm.ops.qk_norm_rope.plain import qk_norm_rope_plain
 
-ENGINES = ("fused", "torch")
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # looked up once: a compiler cannot trace the look-up
+ENGINES = choice.ENGINES
 
 
 def check_name(engine: str) -> None:
     """Raises ValueError for a name that is neither an engine nor `auto`."""
-    if engine != "auto" and engine not in ENGINES:
-        raise ValueError(f"unknown QK-norm engine {engine!r}: choose one of auto, {', '.join(ENGINES)}")
-
-
-def misfit(device: torch.device, head_dim: int) -> str | None:
-    """Why "fused" cannot take this case, and the way out; None where it can."""
-    if not (device.type == "cuda" and HAS_TRITON):
-        return f"needs a GPU and Triton (it comes with torch there), not {device}: choose auto or torch"
-    if head_dim not in (16, 32, 64, 128, 256):
-        return f"takes heads of 16, 32, 64, 128 or 256, and head_dim is {head_dim}: choose auto or torch"
-    return None
+    choice.check_name("QK-norm", engine)
 
 
 def resolve(engine: str, device: torch.device, head_dim: int) -> str:
@@ -32,13 +20,7 @@ def resolve(engine: str, device: torch.device, head_dim: int) -> str:
     Raises:
         ValueError: where a named engine cannot be had.
     """
-    check_name(engine)
-    if engine == "torch":
-        return engine
-    reason = misfit(device, head_dim)
-    if reason and engine == "fused":
-        raise ValueError(f"QK-norm engine 'fused' {reason}")
-    return "torch" if reason else "fused"
+    return choice.resolve("QK-norm", engine, choice.misfit(device, head_dim))
 
 
 def qk_norm_rope(

@@ -1,31 +1,19 @@
 """What stands between a linear-attention layer's projection and its recurrence: convolution, SiLU, unit queries and keys."""
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
+from dwslm.ops import choice
 from dwslm.ops.segments import Segments
 from dwslm.ops.short_conv.shifted import short_conv_shifted
 
-ENGINES = ("fused", "torch")
+ENGINES = choice.ENGINES
 WIDTH = 4  # taps of the fused kernels
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # looked up once: a compiler cannot trace the look-up
 
 
 def check_name(engine: str) -> None:
     """Raises ValueError for a name that is neither an engine nor `auto`."""
-    if engine != "auto" and engine not in ENGINES:
-        raise ValueError(f"unknown convolution engine {engine!r}: choose one of auto, {', '.join(ENGINES)}")
-
-
-def misfit(device: torch.device, head_dim: int, width: int) -> str | None:
-    """Why "fused" cannot take this case, and the way out; None where it can."""
-    if not (device.type == "cuda" and HAS_TRITON):
-        return f"needs a GPU and Triton (it comes with torch there), not {device}: choose auto or torch"
-    if head_dim not in (16, 32, 64, 128, 256):
-        return f"takes heads of 16, 32, 64, 128 or 256, and head_dim is {head_dim}: choose auto or torch"
-    return None if width == WIDTH else f"takes {WIDTH} taps, not {width}: choose auto or torch"
+    choice.check_name("convolution", engine)
 
 
 def resolve(engine: str, device: torch.device, head_dim: int, width: int = WIDTH) -> str:
@@ -34,13 +22,8 @@ def resolve(engine: str, device: torch.device, head_dim: int, width: int = WIDTH
     Raises:
         ValueError: where a named engine cannot be had.
     """
-    check_name(engine)
-    if engine == "torch":
-        return engine
-    reason = misfit(device, head_dim, width)
-    if reason and engine == "fused":
-        raise ValueError(f"convolution engine 'fused' {reason}")
-    return "torch" if reason else "fused"
+    taps = None if width == WIDTH else f"takes {WIDTH} taps, not {width}"
+    return choice.resolve("convolution", engine, choice.misfit(device, head_dim) or taps)
 
 
 def short_conv(
