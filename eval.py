@@ -18,4 +18,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_hydra(main)
+    run_hydra(main, wanted="checkpoint")

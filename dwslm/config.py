@@ -7,13 +7,14 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -297,7 +298,7 @@ def _changes(
         if any(key == may or (may.endswith(".") and key.startswith(may)) for may in allowed):
             changed[key] = value
         else:
-            refused.append(f"{key} is {mine.get(key)!r} there and {value!r} here")
+            refused.append(f"{key} ({mine.get(key)!r} there, {value!r} here)")
     return changed, refused
 
 
@@ -324,8 +325,14 @@ def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def explain(error: BaseException) -> str:
-    """One line out of an error of Hydra or OmegaConf, with the nearest name where a setting is misspelt."""
+def explain(error: BaseException, wanted: str = "experiment") -> str:
+    """One line out of an error of Hydra or OmegaConf, with the nearest name where a setting is misspelt.
+
+    `wanted` is the setting that a word without a name may have been meant for.
+    """
+    word = getattr(error, "override", None)
+    if isinstance(error, OverrideParseException) and isinstance(word, str) and "=" not in word:
+        return f"{word} is not name=value: did you mean {wanted}={word.lstrip('+~')}?"
     known = list(flatten(dataclasses.asdict(RunConfig()))) + list(flatten(dataclasses.asdict(ScoreConfig())))
     text = str(error)
     cause = error.__cause__
@@ -340,8 +347,13 @@ def explain(error: BaseException) -> str:
             name = part.split("'")[1]
             if name in DICTIONARIES:
                 return f"{name}: a dictionary is given with a plus, +{name}={{key:value}}"
+            if wanted == "checkpoint" and name in ("experiment", "test"):
+                return f"{name} is a setting of train.py: eval.py takes checkpoint=RUN"
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             return f"unknown setting {name}" + (f": did you mean {near[0]}?" if near else "; see docs/settings.md")
+    fraction = re.search(r"Value '([^']+)' of type 'float' could not be converted to Integer", line)
+    if fraction and float(fraction[1]).is_integer():  # 1e6
+        line += f": write {int(float(fraction[1])):_}"
     full_key = next((part.split(":", 1)[1].strip() for part in lines if part.startswith("full_key")), "")
     return f"{full_key}: {line}" if full_key and full_key not in line else line
 

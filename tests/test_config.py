@@ -87,6 +87,9 @@ def test_the_proxy_sits_where_the_law_begins():
         ("model.local=kdaa", "model.local='kdaa' is not one of kda, gdn, window"),
         ("model.layers=6", "model.layers=6 is not a multiple of the pattern's length 4"),
         ("model.layers=many", "'many' of type 'str' could not be converted to Integer"),
+        ("train.tokens=1e6", "could not be converted to Integer: write 1_000_000"),
+        ("main", "main is not name=value: did you mean experiment=main?"),
+        ("443b1a", "443b1a is not name=value: did you mean experiment=443b1a?"),
         ("experiment=mian", "Could not find 'experiment/mian'"),
         (
             "train.micro_batch_tokens=1000",
@@ -120,13 +123,13 @@ def test_a_resume_takes_what_it_may_and_refuses_the_rest_with_both_values():
 
     wider = replace(RunConfig(), resume="x")
     wider.model.width = 999
-    with pytest.raises(ValueError, match=r"model\.width is 128 there and 999 here"):
+    with pytest.raises(ValueError, match=r"model\.width \(128 there, 999 here\)"):
         resume_config(stored, to_plain(wider), ["resume=x", "model.width=999"])
     shorter = replace(RunConfig(), resume="x")
     shorter.train.tokens = 10
     with pytest.raises(ValueError, match="lengthen the plan, not shorten it"):
         resume_config(stored, to_plain(shorter), ["resume=x", "train.tokens=10"])
-    with pytest.raises(ValueError, match=r"model\.layers is 4 there and 20 here"):
+    with pytest.raises(ValueError, match=r"model\.layers \(4 there, 20 here\)"):
         resume_config(stored, to_plain(composed("experiment=main")), ["resume=x", "experiment=main"])
 
 

@@ -170,7 +170,7 @@ def run_rate(arguments: argparse.Namespace) -> None:
     found = rates(
         arguments.text,
         arguments.tokenizer,
-        FieldSettings(),
+        FieldSettings(id_field="", source="text", language="any"),
         arguments.megabytes,
         arguments.rounds,
         lambda line: status.print(Text(line)),

@@ -13,11 +13,11 @@ from rich.text import Text
 from dwslm.cli.errors import make_console
 from dwslm.cli.page import PORT
 from dwslm.cli.prepare import prepare_sample
+from dwslm.data.prepare_settings import DEMO_DATA
 from dwslm.runs.folder import RunFolder, open_run
 from dwslm.runs.reader import metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DATA = "data/demo"
 VOCAB_SIZE = 4096  # the main model's 32,768 would spend most of a CPU's minutes in the output head
 KILL_AT = 0.4  # of the run's steps
 
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
         console.print(Text(f"\n[{time.monotonic() - started:.0f} s] {text}", style="bold"))
 
     heading("1. Prepare: the sample text becomes a tokenizer and shards")
-    prepare_sample(console, out=DATA, vocab_size=VOCAB_SIZE)
+    prepare_sample(console, out=DEMO_DATA, vocab_size=VOCAB_SIZE)
     heading("2. Train a small hybrid (Kimi Delta Attention and global layers, MuonH)")
     name = train_and_kill(["experiment=demo", *arguments.overrides], console)
     heading("3. Resume it from its last checkpoint")
@@ -91,7 +91,7 @@ def train_and_kill(overrides: list[str], console: Console) -> str:
             run = run_since(before)
             if run is not None and (step := killable_step(run)):
                 process.kill()  # SIGKILL: it cannot be caught, nothing is cleaned up
-                console.print(Text(f"\nkill -9 at about step {step:,}", style="bold red"))
+                console.print(Text(f"\nkill -9 after its report of step {step:,}", style="bold red"))
                 return run.path.name
     finally:
         process.kill()

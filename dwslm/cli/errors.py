@@ -12,6 +12,9 @@ from rich.console import Console
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
+OPTIONS = ("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "shell-completion", "config-path",
+           "config-name", "config-dir", "experimental-rerun", "info")  # fmt: skip
+"""Hydra's own, in full."""
 PLAIN_WIDTH = 140  # columns of tables where the output is a file or a pipe
 
 
@@ -22,11 +25,12 @@ def make_console() -> Console:
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
+def one_line_errors(wanted: str = "experiment") -> Iterator[None]:
     """Leaves with code 1 and one line for what a user can put right, with 75 where a signal asked a run to leave.
 
     That is what our own code raises as ValueError, OSError or FloatingPointError, and what Hydra says of a command line. The
-    same kinds of error raised inside a library are faults of ours, and show where they come from.
+    same kinds of error raised inside a library are faults of ours, and show where they come from. `wanted` is the setting that a
+    word alone on the command line may have been meant for.
     """
     try:
         yield
@@ -39,7 +43,7 @@ def one_line_errors() -> Iterator[None]:
     except _config_errors() as error:
         from dwslm.config import explain
 
-        fail(explain(error))
+        fail(explain(error, wanted))
     except OSError as error:
         # Python's own words name the file too; one without a name tells the user nothing.
         if not raised_by_us(error) and error.filename is None:
@@ -66,10 +70,15 @@ def _config_errors() -> tuple[type[BaseException], ...]:
     return CONFIG_ERRORS
 
 
-def run_hydra(main: Callable[[], object]) -> None:
+def run_hydra(main: Callable[[], object], wanted: str = "experiment") -> None:
     """Calls a function that Hydra has wrapped, with Hydra's own complaints about the command line as one line too."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints its own many lines and hides the error
-    with one_line_errors():
+    for word in sys.argv[1:]:
+        # Hydra's options may be shortened: --experiment=main would be its --experimental-rerun.
+        if word.startswith("--") and word[2:].split("=")[0] not in ("", *OPTIONS):
+            meant = word.lstrip("-")
+            fail(f"{word}: settings have no dashes: {meant if '=' in meant else f'{meant}=VALUE'}")
+    with one_line_errors(wanted):
         main()
 
 

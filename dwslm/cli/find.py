@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 from dwslm.config import SAMPLE_DATA, DataSettings
+from dwslm.data.prepare_settings import DEMO_DATA
 from dwslm.data.shards import Dataset, check_tokenizer, open_dataset
 from dwslm.runs.folder import RunFolder, open_run
 from dwslm.train import checkpoint as checkpoints
@@ -59,10 +60,14 @@ def open_split(data: DataSettings, split: str) -> Dataset:
     """
     folder = Path(data.path)
     if not (folder / split / "manifest.json").is_file():
+        made = f"`dwslm prepare --out {folder} --train FILES --valid FILES`"
+        if data.path == DEMO_DATA:
+            made = f"`dwslm demo` (which also trains) or `dwslm prepare --sample --out {folder} --vocab-size 4096`"
+        elif data.path == SAMPLE_DATA:
+            made += " or `dwslm prepare --sample`"
         raise ValueError(
             f"{folder / split} is not a prepared dataset (seen from {Path.cwd()}): name the folder where it is with data.path= "
-            f"(data= in eval.py), or make it with `dwslm prepare --out {folder} --train FILES --valid FILES`"
-            + (" or `dwslm prepare --sample`" if data.path == SAMPLE_DATA else "")
+            f"(data= in eval.py), or make it with {made}"
         )
     dataset = open_dataset(folder / split, data.verify)
     check_tokenizer(dataset, folder / "tokenizer.json")

@@ -16,7 +16,7 @@ from dwslm.cli.find import find_checkpoint
 from dwslm.cli.plan_data import describe_plan, show_warnings
 from dwslm.cli.prepare import prepare_sample
 from dwslm.cli.ranks import holding, meet, rank_console, writing
-from dwslm.cli.receipts import describe, make_receipt, record
+from dwslm.cli.receipts import check_memory, describe, make_receipt, record
 from dwslm.config import SAMPLE_DATA, RunConfig, resume_config, to_plain
 from dwslm.runs.folder import RunFolder, create_run, open_run
 from dwslm.runs.writer import RunWriter
@@ -81,6 +81,8 @@ def start(config: RunConfig, overrides: Sequence[str], ranks: Ranks, console: Co
         console.print(Text(f"goes on from {branch.checkpoint.path}, step {position.step:,}"))
     if config.init_from is not None and branch is None:
         take_weights(config, built, console)
+    if not config.dry_run:
+        check_memory(config, built)
     with ranks.in_turn():  # the rows of the plan are counted once
         describe(config, built, console)
     if config.dry_run:
@@ -123,6 +125,8 @@ def resume(given: dict[str, Any], overrides: Sequence[str], ranks: Ranks, consol
             found = find_checkpoint(config.branch, config.runs_dir)[0]
             state = found.state
         built = build(config, state.get("lr"), ranks)
+        if not given["dry_run"]:
+            check_memory(config, built)
         position = Position()
         if found:
             check_same_data(state, built, found)
@@ -172,7 +176,7 @@ def train(
     child.announce(run.path)
     at = position
     try:
-        with Signals() as signals:
+        with Signals(says=ranks.leads) as signals:
             trainer = Trainer(
                 plan=built.plan,
                 train=config.train,
@@ -199,7 +203,8 @@ def train(
         if isinstance(error, Preempted):
             writer.event("preempted", step=at.step, tokens=at.tokens, signal=error.name, reason=str(error))
             go_on = f"python train.py resume={run.path.name}"
-            console.print(f"{error} at step {at.step:,}, all saved; go on with: {go_on}", highlight=False)
+            kept = "all saved" if checkpoints.find(run.checkpoints) else "nothing to save yet"
+            console.print(f"{error} at step {at.step:,}, {kept}; go on with: {go_on}", highlight=False)
             raise
         reason = str(error).split("\n")[0][:500]
         with suppress(OSError):  # the disk may be what failed; then the error itself must tell

@@ -69,7 +69,7 @@ def run_export(arguments: argparse.Namespace) -> None:
         arguments.runs, arguments.out, decisions_file(arguments), now=time.time(), queue=queue_folder(arguments)
     )
     seconds = time.monotonic() - started
-    text = f"{done.index}: {done.runs} runs, {done.made} of them drawn anew, {seconds:.1f} s"
+    text = f"{done.index}: {done.runs} run{'s' * (done.runs != 1)}, {done.made} of them drawn anew, {seconds:.1f} s"
     make_console().print(Text(text), highlight=False)
 
 
@@ -93,7 +93,8 @@ def run_serve(arguments: argparse.Namespace) -> None:
     try:
         server = PageServer(site, arguments.host, arguments.port, names=names)
     except OSError as error:
-        raise ValueError(f"cannot answer on {arguments.host} port {arguments.port}: {error.strerror}") from error
+        told = f"cannot answer on {arguments.host} port {arguments.port}: {error.strerror}"
+        raise ValueError(f"{told}; give another with --port N (0 takes a free one)") from error
     with server:
         site.index(server.overview())  # read once, so that the first who asks does not wait for it
         console.print(Text(f"Runs of {arguments.runs} at {server.url} (Ctrl-C ends it)"), highlight=False)

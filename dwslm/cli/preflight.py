@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_dir
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from dwslm.cli import child, preflight_step
@@ -70,9 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
     checks: list[Check] = []
     for check in preflight(config, arguments.clock_cap, arguments.quick, console):
         checks.append(check)
-        if console.is_terminal:  # some take minutes
-            console.print(Text(f"{check.status:>7}  {check.name}: {check.said}"))
-    console.print(table(checks))
+        console.print(line(check))  # at once: some take minutes
     failed = [check.name for check in checks if check.status == FAILED]
     if not fit(checks):
         console.print(Text(f"unfit: {', '.join(failed)}"))
@@ -97,14 +94,9 @@ def composed(overrides: list[str], folder: str | None) -> RunConfig:
     return config
 
 
-def table(checks: list[Check]) -> Table:
-    result = Table(title="Preflight", title_justify="left")
-    for name in ("check", "", "what was found"):
-        result.add_column(name, overflow="fold")
+def line(check: Check) -> Text:
     colour = {FAILED: "bold red", WARNING: "yellow", SKIPPED: "dim", OK: "green"}
-    for check in checks:
-        result.add_row(Text(check.name), Text(check.status, style=colour[check.status]), Text(check.said))
-    return result
+    return Text.assemble((f"{check.status:>7}", colour[check.status]), f"  {check.name}: {check.said}")
 
 
 def preflight(config: RunConfig, clock_cap: int | None, quick: bool, console: Console) -> Iterator[Check]:
@@ -211,7 +203,8 @@ def check_data(config: RunConfig, quick: bool) -> Iterator[Check]:
             dataset = open_split(data, split)
         yield from caught
         if not caught:
-            told = f"{len(dataset.manifest['shards'])} shards, {count(dataset.manifest['totals']['tokens'])} tokens, "
+            shards = len(dataset.manifest["shards"])
+            told = f"{shards} shard{'s' * (shards != 1)}, {count(dataset.manifest['totals']['tokens'])} tokens, "
             told += "sizes only (--quick)" if quick else f"sha256 of all files in {time.perf_counter() - started:.1f} s"
             yield Check(f"dataset {split}", OK, told)
     with watched("tokenizer") as caught:

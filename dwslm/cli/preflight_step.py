@@ -141,7 +141,8 @@ def expected(config: RunConfig, built: Built, seconds: list[float], joules: list
     training = sum(n * s for n, s in zip(steps, seconds, strict=True)) / 3600
     scoring = scoring_steps * seconds[-1] / 3600
     hours = training + scoring
-    told = f"{hours:,.2f} hours ({training:,.2f} training, about {scoring:,.2f} in {scorings} scorings)"
+    places = 2 if hours < 100 else 0
+    told = f"{hours:,.{places}f} hours ({training:,.{places}f} training, about {scoring:,.{places}f} in {scorings} scorings)"
     known = [j for j in joules if j is not None]
     if len(known) == len(steps):
         energy = sum(n * j for n, j in zip(steps, known, strict=True)) + scoring_steps * known[-1]

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import re
 import time
 import typing
 from collections import deque
@@ -28,6 +29,15 @@ from dwslm.data.shards import open_dataset
 SAMPLE = Path(__file__).resolve().parents[2] / "sample"
 RATE_SECONDS = 30.0  # over which rates are taken
 LINE_SECONDS = 30.0  # between lines where there is no terminal
+METAVARS = {
+    "format": "KIND",
+    "valid_fraction": "SHARE",
+    "tokenizer": "FILE",
+    "eod_token": "TOKEN",
+    "piece": "I/N",
+    "decontaminate": "HOW",
+    "overlap_share": "SHARE",
+}  # of flags for neither a number nor a name
 
 
 def add_parser(commands: Any) -> None:
@@ -42,7 +52,7 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help=f"prepare the sample that ships with the code into {SAMPLE_DATA}",
     )
-    parser.add_argument("--out", help="folder to make")
+    parser.add_argument("--out", metavar="DIR", help="folder to make")
     parser.add_argument("--train", nargs="+", default=[], metavar="PATH", help="training text: files or folders")
     parser.add_argument("--valid", nargs="+", default=[], metavar="PATH", help="held-out text, in the same forms")
     parser.add_argument("--licence-file", nargs=2, action="append", default=[], metavar=("NAME", "FILE"),
@@ -60,12 +70,15 @@ def add_parser(commands: Any) -> None:
         for field in dataclasses.fields(settings):
             if field.name in done:
                 continue
-            flag, meaning = f"--{field.name.replace('_', '-')}", docs[field.name].replace("%", "%%")
+            flag, meaning = as_flag(field.name), said(docs[field.name])
             if types[field.name] is bool:
                 parser.add_argument(flag, action="store_true", help=meaning)
             else:
                 kind = {int | None: int}.get(types[field.name], types[field.name])
-                parser.add_argument(flag, type=kind, metavar="X", help=f"{meaning} (default {field.default!r})")
+                metavar = METAVARS.get(field.name, "N" if kind is int else "NAME")
+                given = field.default not in ("", None)
+                default = f" (default {field.default})".replace("%", "%%") if given else ""
+                parser.add_argument(flag, type=kind, metavar=metavar, help=meaning + default)
     parser.set_defaults(run=run)
     actions = parser.add_subparsers(dest="action", metavar="merge")
     joining = actions.add_parser(
@@ -77,6 +90,21 @@ def add_parser(commands: Any) -> None:
     joining.add_argument("pieces", nargs="+", metavar="PIECE", help="all pieces, in any order")
     joining.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
     joining.set_defaults(run=run_merge)
+
+
+def as_flag(setting: str) -> str:
+    return f"--{setting.replace('_', '-')}"
+
+
+def said(doc: str) -> str:
+    """What a setting is for, in a help text: settings that it names are flags there."""
+    names = {field.name for settings in (PrepareSettings, FieldSettings) for field in dataclasses.fields(settings)}
+
+    def spelt(quoted: re.Match[str]) -> str:
+        name, sign, value = quoted[1].partition("=")
+        return as_flag(name) + (f" {value}" if sign else "") if name in names else quoted[0]
+
+    return re.sub("`([^`]+)`", spelt, doc).replace("%", "%%")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -1,5 +1,6 @@
 """What a run says of itself: the tables before it, the receipt of a resume, and run.json."""
 
+import os
 import platform
 import shutil
 import sys
@@ -18,8 +19,9 @@ from dwslm.optim.schedule import learning_rate
 from dwslm.runs.folder import RunFolder
 from dwslm.train.checkpoint import Checkpoint
 from dwslm.train.device import device_name
+from dwslm.train.dry_run import estimate
 from dwslm.train.loop import Position
-from dwslm.train.report import facts, plan_table, rate, routing_table, size_table
+from dwslm.train.report import facts, gigabytes, plan_table, rate, routing_table, size_table
 
 PACKAGES = ("dwslm", "torch", "triton", "numpy", "safetensors", "tokenizers", "hydra-core", "fla-core", "flash-attn",
             "nvidia-cudnn-frontend", "transformer-engine")  # fmt: skip
@@ -50,6 +52,27 @@ def describe(config: RunConfig, built: Built, console: Console) -> None:
     console.print(routing_table(built.optimizer.routing()))
     console.print(plan_table(built.plan))
     show_plan(describe_plan(built.stream, console), config.train.micro_batch_tokens, console)
+
+
+def check_memory(config: RunConfig, built: Built) -> None:
+    """A run that found no GPU and is too large for this machine's CPU ends here, not in hours or in swap.
+
+    Raises:
+        ValueError: where nobody asked for the CPU and the memory estimate is above the machine's memory.
+    """
+    if config.train.device != "auto" or built.optimizer.device.type != "cpu":
+        return
+    needed = sum(estimate(built.model, built.optimizer, config.train.micro_batch_tokens).values())
+    if needed > (there := machine_memory()):
+        raise ValueError(
+            f"no GPU is here, and on a CPU this run needs {gigabytes(needed)} or more, of which there are {gigabytes(there)}: "
+            "take a small one such as experiment=demo, or train.device=cpu if this is meant"
+        )
+
+
+def machine_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def make_receipt(

@@ -24,6 +24,7 @@ from dwslm.runs.writer import RunWriter
 
 RUN_HELP = "its folder, name, id or other ending of the folder's name, or `latest`"
 WATCH_EVENTS = 10
+RUNS = "runs"  # the default of runs_dir
 
 
 def add_parser(commands: Any) -> None:
@@ -32,9 +33,7 @@ def add_parser(commands: Any) -> None:
 
     def action(name: str, help: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
         added: argparse.ArgumentParser = actions.add_parser(name, help=help, description=help)
-        added.add_argument(
-            "--runs-dir", default="runs", metavar="DIR", help="folder of run folders; default %(default)s"
-        )
+        added.add_argument("--runs-dir", default=RUNS, metavar="DIR", help="folder of run folders; default %(default)s")
         added.set_defaults(run=run)
         return added
 
@@ -71,6 +70,9 @@ def add_parser(commands: Any) -> None:
 
 def list_all(arguments: argparse.Namespace) -> None:
     console = make_console()
+    if arguments.runs_dir == RUNS and not Path(RUNS).exists():
+        console.print(f"no runs yet in {RUNS}")
+        return
     root = _root(arguments)
     now = time.time()
     found = [

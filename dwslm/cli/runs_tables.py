@@ -19,6 +19,7 @@ from dwslm.runs.verdict import Verdict
 
 STYLES = {"running": "green", "stale": "yellow", "lost": "red", "failed": "red", "paused": "cyan", "queued": "cyan"}
 NAME_LIMIT = 40  # characters of a name in a table of several runs
+WHOLE = ("id", "state")  # columns that a narrow terminal must not cut: the one is typed, the other looked for
 ALWAYS = ("schema", "attempt", "step", "tokens", "time", "mono", "event", "writer")
 
 
@@ -31,7 +32,7 @@ def table(title: str, columns: Sequence[str], right: Sequence[str] = ()) -> Tabl
     """An empty table; columns in `right` hold numbers."""
     made = Table(title=said(title), title_justify="left")
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left")
+        made.add_column(column, justify="right" if column in right else "left", no_wrap=column in WHOLE)
     return made
 
 
@@ -58,9 +59,8 @@ def runs_table(runs: Iterable[RunSummary], unreadable: int, now: float) -> Table
     rows = list(runs)
     told = f"{len(rows)} run{'s' * (len(rows) != 1)}" + (f", {unreadable} folders unreadable" if unreadable else "")
     columns = ("run", "id", "test", "state", "tokens", "loss", "bpb", "tok/s", "finish", "tags")
-    made = table(told, columns, right=("tokens", "loss", "bpb", "tok/s"))
-    for run in rows:
-        made.add_row(
+    cells = [
+        (
             said(_short(run.name, NAME_LIMIT)),
             run.id,
             said(" / ".join(_short(part, NAME_LIMIT) for part in (run.test, run.arm) if part)),
@@ -69,9 +69,16 @@ def runs_table(runs: Iterable[RunSummary], unreadable: int, now: float) -> Table
             figure(run.loss),
             figure(run.bits_per_byte),
             "-" if run.tokens_per_second is None else amount(run.tokens_per_second),
-            finish(run, now),
+            said(finish(run, now)),
             said(", ".join(run.tags)),
         )
+        for run in rows
+    ]
+    # Where nobody has one, a column would only take room from the others.
+    held = [i for i, name in enumerate(columns) if name in WHOLE or any(str(row[i]) not in ("", "-") for row in cells)]
+    made = table(told, [columns[i] for i in held], right=("tokens", "loss", "bpb", "tok/s"))
+    for row in cells:
+        made.add_row(*(row[i] for i in held))
     return made
 
 
@@ -116,7 +123,7 @@ def slices_table(run: RunFolder) -> Table | None:
     older = {_slice(row): row["bits_per_byte"] for row in before}
     columns = ("slice", "source", "language", "bits per byte", "change")
     made = table(f"Bits per byte at step {rows[-1]['step']:,}", columns, right=columns[3:])
-    for row in last:
+    for row in sorted(last, key=lambda row: row.get("slice") != "overall"):
         kind, source, language = _slice(row)
         change = older.get(_slice(row))
         made.add_row(
@@ -148,8 +155,15 @@ def events_table(rows: Sequence[Row], title: str) -> Table:
 
 def event_words(row: Row) -> str:
     """What an event holds besides its head, in a line."""
-    parts = [f"{key}={_short(value)}" for key, value in row.items() if key not in ALWAYS and value is not None]
+    parts = [_fact(key, value) for key, value in row.items() if key not in ALWAYS and value not in (None, {})]
     return " ".join(parts)
+
+
+def _fact(key: str, value: Any) -> str:
+    if not isinstance(value, dict):
+        return f"{key}={_short(value)}"
+    words = ", ".join(f"{name}={_short(one)}" for name, one in value.items())
+    return f"{key} ({words})" if len(words) <= 80 else f"{key} ({len(value)} facts)"
 
 
 def _short(value: Any, limit: int = 80) -> str:

@@ -201,7 +201,7 @@ def _rows(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
 def _read_text(path: Path, name: str, fields: FieldSettings) -> Item:
     for key in ("source", "language"):
         if not getattr(fields, key):
-            raise ValueError(f"{path}: plain text has no fields; say its {key} with {key}")
+            raise ValueError(f"{path}: plain text has no fields; say its {key} with --{key} NAME")
     try:
         return checked(
             text=decode(path.read_bytes()),

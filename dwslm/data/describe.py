@@ -66,12 +66,16 @@ def describe(stream: RowStream, progress: Progress | None = None, sample_windows
                 f"the phase from {phase['start']:.4g} of the plan is never served: a phase begins with a window, and no window "
                 f"of {stream.packing.window_tokens:,} text tokens begins in it; make data.packing.window_tokens smaller"
             )
-    for name, figures in sources.items():
-        if figures["epochs"] > MANY_EPOCHS and figures["cap"] is None:
-            warnings.append(
-                f"source {name!r} is read {figures['epochs']:.1f} times in this plan; text repeated more "
-                f"than {MANY_EPOCHS} times teaches little: lower its weight or add text"
-            )
+    many = [
+        f"{name!r} {figures['epochs']:,.1f} times"
+        for name, figures in sources.items()
+        if figures["epochs"] > MANY_EPOCHS and figures["cap"] is None
+    ]
+    if many:
+        warnings.append(
+            f"this plan reads {', '.join(many)}; text repeated more than {MANY_EPOCHS} times teaches little: "
+            "lower the weight, add text, or make the plan shorter"
+        )
     return {
         "planned_tokens": sum(slots),
         "rows": stream.planned_rows,

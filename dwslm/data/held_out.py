@@ -24,7 +24,7 @@ def check_held_out(train: Dataset, valid: Dataset, *, allow_copies: bool = False
     ids = np.unique(valid.docs["id_hash"])
     in_train = np.flatnonzero(_among(train.docs["id_hash"], ids))
     if len(in_train):
-        common = len(np.unique(train.docs["id_hash"][in_train]))
+        common = int(_among(valid.docs["id_hash"], np.unique(train.docs["id_hash"][in_train])).sum())
         raise ValueError(
             f"{common:,} of the {len(valid):,} held-out documents of {valid.path} are in the training text as well "
             f"({_named(train, in_train)}): their scores would say nothing; prepare the data again with every id in one of "
@@ -34,7 +34,7 @@ def check_held_out(train: Dataset, valid: Dataset, *, allow_copies: bool = False
     if not len(found.train):
         return None
     said = (
-        f"{len(np.unique(found.valid)):,} of the {len(valid):,} held-out documents of {valid.path} are in the training text "
+        f"{len(found.valid):,} of the {len(valid):,} held-out documents of {valid.path} are in the training text "
         f"as well, byte for byte under other ids ({_named(train, found.train)})"
     )
     if allow_copies:
@@ -46,8 +46,8 @@ def check_held_out(train: Dataset, valid: Dataset, *, allow_copies: bool = False
 
 
 class Copies(NamedTuple):
-    """Documents of one text: each of `train`, int64 [n] in rising order, is also the held-out `valid`, int64 [n]. Of
-    held-out documents with the same text the last one is named."""
+    """Documents whose text is in both splits: those of `train`, int64 [n], and the held-out ones, `valid`, int64 [m]; each in
+    rising order and once, however often its text occurs."""
 
     train: NDArray[np.int64]
     valid: NDArray[np.int64]
@@ -71,12 +71,20 @@ def copies(train: Dataset, valid: Dataset) -> Copies:
         train.release()
     docs = np.concatenate([np.empty(0, np.int64), *alike])
     wanted = np.flatnonzero(_among(marks, np.unique(_marks(train, docs))))
-    text_of = {valid.tokens(int(doc)).tobytes(): int(doc) for doc in wanted}
-    pairs = [(doc, text_of.get(train.tokens(doc).tobytes(), -1)) for doc in docs.tolist()]
+    of_text: dict[bytes, list[int]] = {}
+    for doc in wanted.tolist():
+        of_text.setdefault(valid.tokens(doc).tobytes(), []).append(doc)
+    trained: list[int] = []
+    texts: set[bytes] = set()
+    for doc in docs.tolist():
+        text = train.tokens(doc).tobytes()
+        if text in of_text:
+            trained.append(doc)
+            texts.add(text)
     train.release()
     valid.release()
-    found = np.array([pair for pair in pairs if pair[1] >= 0], np.int64).reshape(-1, 2)
-    return Copies(found[:, 0], found[:, 1])
+    held_out = sorted(doc for text in texts for doc in of_text[text])
+    return Copies(np.array(trained, np.int64), np.array(held_out, np.int64))
 
 
 def _named(train: Dataset, docs: NDArray[np.int64]) -> str:

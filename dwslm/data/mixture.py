@@ -127,10 +127,20 @@ class MixtureSettings:
             phases.append(Phase(phases[-1].end))
         return phases
 
-    def names(self) -> list[str]:
-        """Every source or slice that a weight, phase or cap is for."""
-        scaled = [name for phase in self.named_phases() for name in phase.scale]
-        return [*self.weights, *scaled, *(name for name in self.max_epochs if name != EVERY)]
+    def names(self, where: str = "data.mixture") -> dict[str, str]:
+        """Every source or slice that a weight, phase or cap is for, and the first setting that names it.
+
+        Args:
+            where: the setting that this mixture is.
+        """
+        named = [(name, "weights") for name in self.weights]
+        named += [(name, f"phases[{i}].scale") for i, phase in enumerate(self.phases) for name in phase.scale]
+        named += [(name, "anneal.sources") for name in self.anneal.sources]
+        named += [(name, "max_epochs") for name in self.max_epochs if name != EVERY]
+        found: dict[str, str] = {}
+        for name, setting in named:
+            found.setdefault(name, f"{where}.{setting}")
+        return found
 
 
 @dataclass

@@ -21,6 +21,9 @@ _EDGE = 1 << 20
 SAMPLE_DATA = "data/sample"
 """Where the sample that ships with the code goes."""
 
+DEMO_DATA = "data/demo"
+"""Where `dwslm demo` prepares it, with a smaller vocabulary."""
+
 
 @dataclass
 class PrepareSettings:
@@ -41,15 +44,15 @@ class PrepareSettings:
     dataset_split: str = "train"
     """Split of `dataset` to train on."""
     dataset_valid_split: str = ""
-    """Split of `dataset` to hold out. Empty: none."""
+    """Split of `dataset` to hold out. Unless given, none is."""
     valid_fraction: float = 0.0
-    """Share of the training text's groups to hold out, by a hash of the group. 0: held-out text is given."""
+    """Share of the training text's groups to hold out, by a hash of the group, instead of held-out text that is given."""
     fields: FieldSettings = field(default_factory=FieldSettings)
     """Where text, id, source, language, group and licence of a document come from."""
     tokenizer: str = ""
-    """A tokenizer file to use. Empty: one is trained on the training text."""
+    """A tokenizer file to use. Unless given, one is trained on the training text."""
     vocab_size: int | None = None
-    """Entries of the vocabulary, special token included. None: 32,768, or what the given tokenizer has."""
+    """Entries of the vocabulary, special token included. Unless given, 32,768, or what the given tokenizer has."""
     tokenizer_bytes: int = 200_000_000
     """Train the tokenizer on at most this many bytes of text: documents chosen by a hash of their ids."""
     eod_token: str = EOD
@@ -61,7 +64,7 @@ class PrepareSettings:
     licence_files: dict[str, str] = field(default_factory=dict)
     """Name of a licence to the file with its text, which goes into the manifest."""
     workers: int | None = None
-    """Processes that tokenize. null: as many as there are CPU cores. The result is the same for any number."""
+    """Processes that tokenize. Unless given, as many as there are CPU cores. The result is the same for any number."""
     piece: str = ""
     """Prepare part i of n, given as "i/n", for `dwslm prepare merge` to join. Needs `tokenizer`: all parts share one."""
     min_characters: int = 0
@@ -81,17 +84,17 @@ class PrepareSettings:
 
     def __post_init__(self) -> None:
         if not self.out:
-            raise ValueError("out is empty: name the folder to make")
+            raise ValueError("--out is empty: name the folder to make")
         if not self.train and not self.dataset:
-            raise ValueError("no training text: give train or dataset")
+            raise ValueError("no training text: give --train or --dataset")
         if self.dataset_valid_split and not self.dataset:
-            raise ValueError(f"dataset_valid_split={self.dataset_valid_split!r} is given without dataset")
+            raise ValueError(f"--dataset-valid-split {self.dataset_valid_split} is given without --dataset")
         if self.format not in FORMATS:
             raise ValueError(f"format={self.format!r}: must be one of {', '.join(FORMATS)}")
         if not 0.0 <= self.valid_fraction < 1.0:
             raise ValueError(f"valid_fraction={self.valid_fraction}: must be in [0, 1)")
         if bool(self.valid or self.dataset_valid_split) == bool(self.valid_fraction):
-            raise ValueError("held-out text: give either valid (or dataset_valid_split) or valid_fraction")
+            raise ValueError("held-out text: give either --valid (or --dataset-valid-split) or --valid-fraction")
         if not self.tokenizer and self.eod_token != EOD:
             raise ValueError(f"eod_token={self.eod_token!r}: only a given tokenizer can have another than {EOD}")
         for name in ("tokenizer_bytes", "shard_tokens"):
@@ -117,7 +120,7 @@ class PrepareSettings:
             raise ValueError(f"piece={self.piece!r}: must be i/n with i from 1 to n, as 3/8")
         if not self.tokenizer:
             raise ValueError(
-                f"piece={self.piece} without tokenizer: all pieces need the same one; train it once with "
+                f"--piece {self.piece} without --tokenizer: all pieces need the same one; train it once with "
                 "--tokenizer-only and give it to each"
             )
         return int(match[1]), int(match[2])
@@ -177,7 +180,7 @@ def describe(settings: PrepareSettings, inputs: dict[str, list[Input]]) -> dict[
         if settings.vocab_size not in (None, vocab_size):
             raise ValueError(
                 f"vocab_size={settings.vocab_size}, but {settings.tokenizer} has {vocab_size} entries; "
-                "leave vocab_size out"
+                "leave --vocab-size out"
             )
         origin: dict[str, Any] = {"tokenizer": tokenizer_hash(settings.tokenizer)}
     else:

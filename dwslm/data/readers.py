@@ -47,15 +47,15 @@ class FieldSettings:
     text_field: str = "text"
     """Field that holds the text."""
     id_field: str = "id"
-    """Field that holds the id, unique over all inputs. Empty: the file's name and the line make the id."""
+    """Field that holds the id, unique over all inputs. Given empty: the file's name and the line make the id."""
     source_field: str = "source"
     """Field that names the source, the first key of every slice."""
     language_field: str = "language"
     """Field that names the language, the second key of every slice."""
     group_field: str = ""
-    """Field shared by documents that the split must not part. Empty: each document is its own group."""
+    """Field shared by documents that the split must not part. Unless given, each document is its own group."""
     licence_field: str = ""
-    """Field that names the licence, counted in the manifest. Empty: none."""
+    """Field that names the licence, counted in the manifest. Unless given, none is."""
     source: str = ""
     """The source of every document, whatever its fields say."""
     language: str = ""
@@ -65,10 +65,12 @@ class FieldSettings:
 
     def __post_init__(self) -> None:
         if not self.text_field:
-            raise ValueError("text_field is empty: name the field that holds the text")
+            raise ValueError("--text-field is empty: name the field that holds the text")
         for name in ("source", "language"):
             if not getattr(self, name) and not getattr(self, f"{name}_field"):
-                raise ValueError(f"neither {name} nor {name}_field is given: fix the {name} or name its field")
+                raise ValueError(
+                    f"neither --{name} nor --{name}-field is given: give all documents one {name} or name its field"
+                )
 
 
 @dataclass(frozen=True)
@@ -172,22 +174,27 @@ def document(record: Any, place: str, own_id: str, fields: FieldSettings) -> Ite
         return BadDocument(place, f"not an object with fields but a {type(record).__name__}")
     try:
         return checked(
-            text=_field(record, fields.text_field),
-            id=_field(record, fields.id_field, numbers=True) if fields.id_field else own_id,
-            source=fields.source or _field(record, fields.source_field, flag="source"),
-            language=fields.language or _field(record, fields.language_field, flag="language"),
-            group=_field(record, fields.group_field, numbers=True) if fields.group_field else "",
-            licence=fields.licence or (_field(record, fields.licence_field) if fields.licence_field else ""),
+            text=_field(record, "text", fields),
+            id=_field(record, "id", fields, numbers=True) if fields.id_field else own_id,
+            source=fields.source or _field(record, "source", fields),
+            language=fields.language or _field(record, "language", fields),
+            group=_field(record, "group", fields, numbers=True) if fields.group_field else "",
+            licence=fields.licence or (_field(record, "licence", fields) if fields.licence_field else ""),
             place=place,
         )
     except ValueError as error:
         return BadDocument(place, str(error))
 
 
-def _field(record: dict, name: str, *, numbers: bool = False, flag: str = "") -> str:
+def _field(record: dict, key: str, fields: FieldSettings, *, numbers: bool = False) -> str:
+    name = getattr(fields, f"{key}_field")
     if name not in record or record[name] is None:
-        way_out = f" (name another with {flag}_field, or fix it with {flag})" if flag else ""
-        raise ValueError(f"no field {name!r}{way_out}")
+        way_out = f"name another with --{key}-field NAME"
+        if key == "id":
+            way_out += ', or take file name and line as ids with --id-field ""'
+        elif hasattr(fields, key):
+            way_out += f", or give all documents one with --{key} NAME"
+        raise ValueError(f"no field {name!r} ({way_out})")
     value = record[name]
     if numbers and isinstance(value, int) and not isinstance(value, bool):
         return str(value)

@@ -1,7 +1,8 @@
 """A mixture held against a dataset: the streams of text that it needs, and what share each gets in each phase."""
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,22 +35,25 @@ class Stream:
         return by_name.get(own, by_name.get(self.source, default))
 
 
-def make_streams(dataset: Dataset, names: Iterable[str]) -> list[Stream]:
-    """The coarsest streams that keep apart what is named.
+def make_streams(dataset: Dataset, names: Mapping[str, str]) -> list[Stream]:
+    """The coarsest streams that keep apart what is named; `names` are those of `MixtureSettings.names()`.
 
-    Raises ValueError for a name that is no source, and no slice, of the dataset.
+    Raises ValueError for a name that is no source, and no slice, of the dataset, with the setting that names it.
     """
     pairs = {(row["source"], row["language"]) for row in _slices(dataset)}
     apart: dict[str, set[str]] = {}
-    for name in names:
+    for name, setting in names.items():
         if name in dataset.sources:
             continue
         source, _, language = name.rpartition("/")
         if source not in dataset.sources:
-            raise ValueError(f"mixture names source {name!r}, the dataset has {', '.join(sorted(dataset.sources))}")
+            there = ", ".join(sorted(dataset.sources))
+            raise ValueError(f"{setting} names source {name!r}, the dataset has {there}: {_way_out(setting, name)}")
         if (source, language) not in pairs:
             there = ", ".join(sorted(other for of, other in pairs if of == source))
-            raise ValueError(f"mixture names slice {name!r}, the dataset has of {source!r} {there}")
+            raise ValueError(
+                f"{setting} names slice {name!r}, the dataset has of {source!r} {there}: {_way_out(setting, name)}"
+            )
         apart.setdefault(source, set()).add(language)
     streams: list[Stream] = []
     for source in dataset.sources:
@@ -58,6 +62,17 @@ def make_streams(dataset: Dataset, names: Iterable[str]) -> list[Stream]:
         if not own or any(of == source and language not in own for of, language in pairs):
             streams.append(Stream(source, None, bool(own)))
     return streams
+
+
+def _way_out(setting: str, name: str) -> str:
+    """What to do where a setting names what isn't there; it may come from the experiment and not from the user."""
+    if setting.startswith("data.mixture.phases["):
+        return "name what is there, or leave the phases out with data.mixture.phases=[]"
+    if setting == "data.mixture.anneal.sources":
+        return "name what is there, or leave the anneal out with data.mixture.anneal.sources=[]"
+    if setting.startswith("data.mixture.") and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", name):
+        return f"name what is there, or leave it out with '~{setting}.{name}'"
+    return "name what is there"
 
 
 def stream_table(dataset: Dataset, streams: list[Stream]) -> NDArray[np.int64]:
@@ -138,7 +153,8 @@ def check_rephrased(settings: MixtureSettings, sources: list[str]) -> None:
         for name in pair:
             if name not in sources:
                 raise ValueError(
-                    f"mixture rephrased names source {name!r}, the dataset has {', '.join(sorted(sources))}"
+                    f"data.mixture.rephrased names source {name!r}, the dataset has {', '.join(sorted(sources))}: "
+                    "name what is there"
                 )
 
 

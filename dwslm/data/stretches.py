@@ -76,9 +76,10 @@ def make_stretches(
                 f"past mixtures must end at rising rows below the plan's {planned_rows}: {before}, {after}"
             )
     mixtures: list[tuple[MixtureSettings, list[Stream], int]] = []
-    names: list[str] = []
-    for one in [*past, Past(planned_rows, mixture)]:
-        names += one.mixture.names()  # what was read apart stays apart
+    names: dict[str, str] = {}
+    for number, one in enumerate([*past, Past(planned_rows, mixture)]):
+        where = f"data.past[{number}].mixture" if number < len(past) else "data.mixture"
+        names = one.mixture.names(where) | names  # what was read apart stays apart
         mixtures.append((one.mixture, make_streams(dataset, names), one.until_row))
 
     stretches: list[Stretch] = []

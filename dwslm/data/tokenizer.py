@@ -66,7 +66,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 32768) -> Tokenizer:
     if (found := tokenizer.get_vocab_size()) != vocab_size:
         raise ValueError(
             f"vocab_size={vocab_size}: the training text only gives {found} entries; "
-            "choose a smaller vocabulary or give more text"
+            f"choose a smaller vocabulary with --vocab-size N (up to {found}) or give more text"
         )
     tokenizer.encode_special_tokens = True
     return tokenizer

@@ -72,8 +72,17 @@ SIGNATURES: tuple[tuple[str, re.Pattern[str]], ...] = (
         ),
     ),
     # What the other ranks of a run say of one that is lost, where it has not told the reason itself.
-    (KILLED, re.compile(r"rank \d+ \(pid \d+ on [^)]*\) has died")),
-    (HANG, re.compile(r"rank \d+ \(pid .*(has not been heard of|has kept the others waiting)|no rank has moved for")),
+    (
+        KILLED,
+        re.compile(r"rank \d+ \(pid \d+ on [^)]*\) has died|launcher is gone, and the ranks' meeting place with it"),
+    ),
+    (
+        HANG,
+        re.compile(
+            r"rank \d+ \(pid .*(has not been heard of|has kept the others waiting)|no rank has moved for|"
+            r"rank \d+ has not come within \d+ s"
+        ),
+    ),
 )
 # A damaged file of a compiler cache: an error that such a file causes, and a compiler's cache in the same report.
 CACHE_ERROR = re.compile(

@@ -15,7 +15,7 @@ from .hyperball import adamh, frobenius, muonh
 from .muon import muon
 from .newton_schulz import newton_schulz
 from .settings import OptimSettings
-from .shares import Place, Ranks, aligned, deal, lay_out, make_mail, part_of
+from .shares import Place, Ranks, aligned, deal, lay_out, mail_bytes, make_mail, part_of
 from .stack import Group, make_group
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -73,7 +73,9 @@ class Optimizer:
         self.groups = [
             make_group(blocks, self.params, start, begins, size) for blocks, start, begins, size in layouts[rank][0]
         ]
-        self.gradient = torch.zeros(world * share, device=self.device)
+        floats = -(-mail_bytes(shares, self.params) // 4) if ranks else 0
+        memory = torch.zeros(max(world * share, floats), device=self.device)
+        self.gradient = memory[: world * share]
         """Sum of what this rank has accumulated, [world x share]; free for other use once a step has begun."""
         self._own = self.gradient[rank * share : (rank + 1) * share]
         self._places = [
@@ -106,7 +108,7 @@ class Optimizer:
         copied = [block for block in self.owned if not block.in_place]
         self._copies = [block.of(self.params[block.parameter].detach()) for block in copied]
         self._copied = [masters[block.name] for block in copied]
-        self._mail = make_mail(shares, rank, self.params, self.gradient) if ranks else []
+        self._mail = make_mail(shares, rank, self.params, memory) if ranks else []
 
         self._check_radii({name: parameter.detach() for name, parameter in self.params.items()})
         self._measure_radii()

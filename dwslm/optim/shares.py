@@ -177,17 +177,38 @@ class Mail:
     received_by: list[Tensor]
 
 
-def make_mail(shares: Sequence[Sequence[Block]], rank: int, params: Mapping[str, Tensor], memory: Tensor) -> list[Mail]:
-    """An exchange for each dtype of parameters. memory: float32, free when copies are sent, large enough to hold them all."""
-    mails = []
+Packed = list[tuple[list[Block], list[int]]]
+
+
+def _packed(shares: Sequence[Sequence[Block]], params: Mapping[str, Tensor]) -> dict[torch.dtype, tuple[Packed, int]]:
+    """For each dtype of parameters: every rank's blocks of it, where each begins in the rank's share, and the share's size."""
+    packed = {}
     for dtype in dict.fromkeys(parameter.dtype for parameter in params.values()):
         held = [[block for block in blocks if params[block.parameter].dtype == dtype] for blocks in shares]
         ends = [[0, *accumulate(aligned(torch.Size(b.shape).numel()) for b in blocks)] for blocks in held]
-        share = max(end[-1] for end in ends)
+        of_ranks = [(blocks, begins[:-1]) for blocks, begins in zip(held, ends, strict=True)]
+        packed[dtype] = of_ranks, max(end[-1] for end in ends)
+    return packed
+
+
+def mail_bytes(shares: Sequence[Sequence[Block]], params: Mapping[str, Tensor]) -> int:
+    """What the largest exchange needs; more than the gradients where these lie in stacks, which have no gaps."""
+    sizes = [share * dtype.itemsize for dtype, (_, share) in _packed(shares, params).items()]
+    return len(shares) * max(sizes, default=0)
+
+
+def make_mail(shares: Sequence[Sequence[Block]], rank: int, params: Mapping[str, Tensor], memory: Tensor) -> list[Mail]:
+    """An exchange for each dtype of parameters. memory: float32, `mail_bytes` of it or more, free when copies are sent."""
+    mails = []
+    for dtype, (held, share) in _packed(shares, params).items():
         flat = memory.view(dtype)[: len(shares) * share]
+        # A slice that is too short would be no error by itself, and the ranks' models would come apart.
+        assert len(flat) == len(shares) * share, (
+            f"{memory.nbytes} bytes for copies that need {mail_bytes(shares, params)}"
+        )
         mail = Mail(flat, [], [], [], [])
-        for owner, (blocks, begins) in enumerate(zip(held, ends, strict=True)):
-            for block, begin in zip(blocks, begins, strict=False):
+        for owner, (blocks, begins) in enumerate(held):
+            for block, begin in zip(blocks, begins, strict=True):
                 place, copy = Place(owner, block, owner * share + begin), block.of(params[block.parameter].detach())
                 here, there = (mail.sent, mail.sent_from) if owner == rank else (mail.received, mail.received_by)
                 here.append(place.of(flat))

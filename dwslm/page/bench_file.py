@@ -226,6 +226,8 @@ class _Wrong(Exception):
 
 
 def _piece(path: str, data: Any) -> Piece:
+    if isinstance(data, dict) and data.get("kind") == "step":
+        raise _Wrong("is of `dwslm bench step`; this takes reports of `dwslm bench` on kernels only")
     if not isinstance(data, dict) or "format" not in data or "rows" not in data:
         raise _Wrong("not a report of `dwslm bench`: it has no `format` and `rows`")
     if data["format"] != FORMAT:

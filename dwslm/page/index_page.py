@@ -71,7 +71,7 @@ def render(seen: Overview, decisions: Sequence[Decision], close: str, *, live: b
         run_table(seen),
         _unreadable(seen.unreadable),
         "</section>",
-        job_section(seen.jobs),
+        job_section(seen.jobs, seen.queue_wrong),
         '<section aria-labelledby="close-title"><h2 id="close-title">One run up close</h2>',
         '<p id="pick" class="note">Pick a run in the table above.' + (" This is the newest." if close else "") + "</p>",
         f'<div id="close">{close}</div></section>',
@@ -202,8 +202,9 @@ def _unreadable(folders: Sequence[tuple[Path, str]]) -> str:
     return f'<div class="warning"><p>These folders cannot be read as runs:</p><ul>{items}</ul></div>'
 
 
-def job_section(jobs: Sequence[JobLine]) -> str:
-    """Jobs without a run. There and hidden where there are none, so that the browser may fill it."""
+def job_section(jobs: Sequence[JobLine], wrong: str) -> str:
+    """Jobs without a run, or what is wrong with the queue. There and hidden where there is neither, so that the browser may
+    fill it."""
     rows = []
     for job in jobs:
         (name, note), (state, why), since = job_cells(job)
@@ -216,7 +217,8 @@ def job_section(jobs: Sequence[JobLine]) -> str:
         )
     body = "\n".join(rows)
     return (
-        f'<section id="queue"{"" if jobs else " hidden"}><h2>In the queue</h2>'
+        f'<section id="queue"{"" if jobs or wrong else " hidden"}><h2>In the queue</h2>'
+        f'<p id="queue-wrong" class="warning"{"" if wrong else " hidden"}>{escape(_queue_wrong(wrong))}</p>'
         '<figure class="table"><figcaption id="jobs-caption">'
         "Jobs without a run, newest first: waiting, held on purpose, dropped with the reason, or failed before they began."
         '</figcaption><div class="scroll" tabindex="0" role="region" aria-labelledby="jobs-caption">'
@@ -224,6 +226,10 @@ def job_section(jobs: Sequence[JobLine]) -> str:
         '<th scope="col" class="word">state</th><th scope="col" class="num">since, UTC</th></tr></thead>\n'
         f"<tbody>\n{body}\n</tbody></table></div></figure></section>"
     )
+
+
+def _queue_wrong(why: str) -> str:
+    return f"No job is shown, since the queue cannot be read: {visible(why)}" if why else ""
 
 
 def job_cells(job: JobLine) -> tuple[tuple[str, str], tuple[str, str], str]:
@@ -247,6 +253,7 @@ def list_data(seen: Overview, marks: Mapping[str, str]) -> dict[str, Any]:
         "clock": clock(seen.now), "now": seen.now, "runs": rows, "counted": _counted(seen),
         "outcomes": [[state, n, STATES.get(state, ("–", "quiet"))[1]] for state, n in _counts(seen).items()],
         "jobs": [[job.state, visible(job.test), STATES.get(job.state, ("–", ""))[0], *job_cells(job)] for job in seen.jobs],
+        "queue_wrong": _queue_wrong(seen.queue_wrong),
     }  # fmt: skip
 
 

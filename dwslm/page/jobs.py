@@ -36,25 +36,51 @@ class Jobs:
         """folder: None where there is no queue."""
         self.folder = folder
         self._queue: Queue | None = None
+        self._first: object = None
 
     def look(self, runs: Sequence[RunSummary], now: float) -> tuple[tuple[RunSummary, ...], tuple[JobLine, ...]]:
         """The runs with what their jobs say of them, and the jobs without a run, newest first.
 
         Raises:
-            ValueError: where the folder holds no queue, or events of it are missing.
+            ValueError: where the folder holds no queue, or events of it are missing or no events.
             OSError: where it cannot be read.
         """
         if self.folder is None:
             return tuple(runs), ()
-        if not Path(self.folder, "log").is_dir():
-            raise ValueError(f"{self.folder} is no queue; name another with --queue")
-        if self._queue is None:
-            self._queue = Queue(self.folder)
+        try:
+            queue, known = self._read(Path(self.folder)), {run.job for run in runs}
+            lines = [_line(queue, job, now) for job in reversed(queue.jobs.values()) if job.id not in known]
+            return tuple(_told(queue, run, now) for run in runs), tuple(line for line in lines if line.state != "done")
+        except (OSError, ValueError):
+            self._queue = None  # it may have been read in part
+            raise
+        except (LookupError, TypeError, AttributeError) as error:
+            self._queue = None
+            raise ValueError(f"an event of {self.folder} lacks what it should say: {error!r}") from error
+
+    def _read(self, folder: Path) -> Queue:
+        """The queue as of now; read anew where it is another one, or events that were there are gone."""
+        log = folder / "log"
+        if not log.is_dir():
+            raise ValueError(f"{folder} is no queue; name another with --queue")
+        there = sum(name.endswith(".json") and name[:-5].isdigit() for name in os.listdir(log))
+        first = _first(log)
+        if self._queue is None or first != self._first or there < self._queue.log.last:
+            self._queue, self._first = Queue(folder), first
         else:
             self._queue.refresh()
-        queue, known = self._queue, {run.job for run in runs}
-        lines = (_line(queue, job, now) for job in reversed(queue.jobs.values()) if job.id not in known)
-        return tuple(_told(queue, run, now) for run in runs), tuple(line for line in lines if line.state != "done")
+            if self._queue.log.last < there:  # it stopped at a gap, which reading from the beginning names
+                self._queue = Queue(folder)
+        return self._queue
+
+
+def _first(log: Path) -> object:
+    """Tells one queue from another in the same place: events are never changed, so the first stays as it was made."""
+    try:
+        found = os.stat(min(log.glob("*.json"), default=log / "none"))
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def _line(queue: Queue, job: Job, now: float) -> JobLine:

@@ -25,6 +25,8 @@ class Overview:
     now: float
     jobs: tuple[JobLine, ...] = ()
     """Of the queue: those without a run."""
+    queue_wrong: str = ""
+    """Why the queue says nothing, in one line; its runs then stand as their own files say."""
 
     def find(self, folder: str) -> RunSummary | None:
         return next((run for run in self.runs if run.path.name == folder), None)
@@ -64,8 +66,12 @@ class Watch:
         self._began = False
 
     def look(self, now: float) -> Overview:
-        """Raises ValueError where the folder is gone."""
-        return told(self._runs(now), self._jobs)
+        """Raises ValueError where the folder is gone. A queue that cannot be read is no reason to show no runs."""
+        seen = self._runs(now)
+        try:
+            return told(seen, self._jobs)
+        except (OSError, ValueError) as error:
+            return replace(seen, queue_wrong=" ".join(str(error).split()))
 
     def _runs(self, now: float) -> Overview:
         if not self._began:

@@ -274,6 +274,8 @@ def _newest(root: str | os.PathLike[str], unfinished: bool) -> RunFolder:
         if last is None or last["event"] not in FINISHED:
             return run
     kind = "unfinished run" if unfinished else "run"
+    if not runs:
+        raise ValueError(f"no {kind} in {root}, which holds no runs: start one first, python train.py experiment=demo")
     raise ValueError(f"no {kind} in {root}, which holds {_names(runs)}")
 
 

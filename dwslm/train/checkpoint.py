@@ -158,7 +158,13 @@ def save_share(root: str | os.PathLike[str], step: int, optimizer: Mapping[str, 
     Raises OSError where any rank could not do its part; the caller tells the others of this one's.
     """
     shared.wait_begun()
-    write_tensors(Path(root) / f"tmp-{step_name(step)}" / optimizer_file(shared.rank, shared.world), optimizer)
+    try:
+        write_tensors(Path(root) / f"tmp-{step_name(step)}" / optimizer_file(shared.rank, shared.world), optimizer)
+    except OSError as error:
+        # Rank 0 may have given up and taken the folder away: what it says is the reason, here as everywhere.
+        shared.failed(error)
+        shared.wait_committed()
+        raise
     shared.written()
     shared.wait_committed()
 

@@ -174,7 +174,8 @@ class Trainer:
                 self.writer.metrics(row)
                 progress.report(row, seconds)
             if self.skips.too_many:
-                self._go_back()
+                with self.ranks.patience():  # a save is waited for, and every rank reads a whole checkpoint
+                    self._go_back()
                 return
 
             if save:
@@ -263,8 +264,7 @@ class Trainer:
             found = checkpoints.newest_before(self.run.checkpoints, step)
             return "" if found is None else str(found.path)
 
-        with self.ranks.patience():
-            path = self.ranks.tell(look)
+        path = self.ranks.tell(look)
         return checkpoints.open_checkpoint(path) if path else None
 
     def _loader(self) -> Loader:

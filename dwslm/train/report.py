@@ -98,8 +98,12 @@ def data_table(description: Mapping[str, Any]) -> Table:
     capped = any(row["cap"] is not None for row in description["sources"].values())
     for name, justify in [*names, ("epochs", "right"), *([("at most", "right")] if capped else [])]:
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    whole = {"start": None, "context": None, "sources": description["sources"]}
-    for phase in [*description["phases"], whole]:
+    phases = description["phases"]
+    if len(phases) == 1:  # then it is the whole plan
+        whole, phases = {**phases[0], "start": None, "sources": description["sources"]}, []
+    else:
+        whole = {"start": None, "context": None, "sources": description["sources"]}
+    for phase in [*phases, whole]:
         label = "all" if phase["start"] is None else f"from {100 * phase['start']:.4g}%"
         context = "" if phase["context"] is None else f"{phase['context']:,}"
         for name, row in phase["sources"].items():

@@ -32,7 +32,8 @@ class Saver:
 
     A save that the disk refuses leaves training and the older checkpoints as they are, with an event. After
     `checkpoint.max_failures` of them in a row, or for any other error, the next call here raises it. A pinned
-    checkpoint cannot be made later, so that one is tried again before its copy is overwritten.
+    checkpoint cannot be made later, so that one is tried again before its copy is overwritten. A checkpoint that is on disk
+    counts as saved, whatever becomes of those that were to go for it.
 
     Among several ranks all save at once, each its share of the optimizer's state, and a save succeeds or fails for all.
     Rank 0 keeps the weights, and order in the folder.
@@ -169,26 +170,40 @@ class Saver:
                 pinned=pin,
             )
             shared.committed()
-            self.saved_step = step
-            self.retain()
-            self._failed.clear()
-            self._note_grace(blocked + time.perf_counter() - started)
         except OSError as error:
             shared.failed(error)
             self._failed.append(error)
-            if pin is not None and self.saved_step != step:
+            if pin is not None:
                 self._owed = step, tokens, state, pin, copied, blocked
             self._tell(step, tokens, error)
+            return
         except BaseException as error:  # whatever it is, it belongs to the loop
             shared.failed(error)
             self._error = error
+            return
+        # For all ranks alike: whatever fails from here on, the checkpoint is there.
+        self.saved_step = step
+        self._failed.clear()
+        try:
+            self.retain()
+            self._note_grace(blocked + time.perf_counter() - started)
+        except OSError:
+            pass  # of a row, which is kept and tried again: the next save begins with it, and fails where it must
+        except BaseException as error:
+            self._error = error
 
     def retain(self) -> None:
-        """Deletes what need not be kept, with an event for each. Not while something is being written elsewhere."""
+        """Deletes what need not be kept, with an event for each. Not while something is being written elsewhere.
+
+        What the disk does not let go stays, with an event, until the next time: the newest checkpoint is none the worse.
+        """
         if not self.ranks.leads:
             return
-        for path in checkpoints.retain(self.run.checkpoints, self.settings.keep_last):
-            self.writer.event("checkpoint_deleted", path=path.name)
+        try:
+            for path in checkpoints.retain(self.run.checkpoints, self.settings.keep_last):
+                self.writer.event("checkpoint_deleted", path=path.name)
+        except OSError as error:
+            self.writer.event("retention_failed", reason=str(error))
 
     def _note_grace(self, seconds: float) -> None:
         """Says once where a save of `seconds` is too slow for the time between TERM and KILL."""

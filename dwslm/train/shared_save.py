@@ -16,6 +16,7 @@ class SharedSave:
         """number: of this save among those of the ranks' life, the same on all."""
         self._ranks, self._key = ranks, f"save/{number}"
         self.rank, self.world = ranks.rank, ranks.world
+        self._over = False
 
     def begun(self) -> None:
         """Rank 0: the folder is there."""
@@ -36,6 +37,7 @@ class SharedSave:
 
     def committed(self) -> None:
         """Rank 0: the checkpoint is safe. Nothing of the others."""
+        self._over = True
         if self.rank == 0:
             self._say("committed")
 
@@ -44,7 +46,9 @@ class SharedSave:
         self._hear("committed")
 
     def failed(self, error: BaseException) -> None:
-        """This rank's part of the save has failed: those who wait for it hear the reason."""
+        """This rank's part of the save has failed: those who wait for it hear the reason. Nothing once it is committed."""
+        if self._over:
+            return
         with contextlib.suppress(RuntimeError):  # the store may be what is gone; then all leave anyhow
             for what in ("begun", "committed") if self.rank == 0 else (f"written/{self.rank}",):
                 self._say(what, text_of(error))

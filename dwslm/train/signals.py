@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -31,11 +31,15 @@ class Preempted(BaseException):
 class Signals:
     """Holds the handlers while it is open, as a context manager in the main thread.
 
+    Args:
+        says: tell at once, on stderr, that a signal has come: the step under way may take a while.
+
     Attributes:
         received: name of the signal that came, None until then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, says: bool = False) -> None:
+        self._says = says
         self.received: str | None = None
         self._first = 0.0  # when it came, by the monotonic clock
         self._may_end_at_once = False
@@ -74,6 +78,10 @@ class Signals:
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.received is None:
             self.received, self._first = signal.Signals(number).name, time.monotonic()
+            if self._says:
+                does = "leaves at once" if self._may_end_at_once else "saves after this step and leaves"
+                with suppress(OSError):  # a terminal that has hung up; print may be in the midst of a line of its own
+                    os.write(2, f"\n{self.received}: {does}; once more ends at once\n".encode())
             if self._may_end_at_once:
                 raise Preempted(self.received)
         elif time.monotonic() - self._first > RELAYED_SECONDS:

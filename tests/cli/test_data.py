@@ -1,6 +1,8 @@
 """`dwslm prepare` and `dwslm data` as a user types them."""
 
+import argparse
 import json
+import re
 import subprocess
 import sys
 
@@ -8,6 +10,7 @@ import pytest
 
 from dwslm.cli import main
 from dwslm.cli.prepare import Clock
+from dwslm.cli.prepare import add_parser as prepare_parser
 from dwslm.data.sample import Done
 from tests.data.prepare_case import contents, records, write_jsonl
 
@@ -87,6 +90,22 @@ def test_progress_lines(monkeypatch):
     line = clock.figures(Done("tokenize", 4000, 55_000_000, 0.6))
     assert line == "4,000 documents, 55.0 MB, 1.0 MB/s, 0:00:40 left"  # the last 30 seconds alone
     assert clock.figures(Done("merge", 1, 0, None)) == "1 documents, 0.0 MB"
+
+
+def test_the_help_of_prepare_speaks_of_flags():
+    """Its texts are those of the settings, in which flags have other names and nothing may be null."""
+    commands = argparse.ArgumentParser().add_subparsers()
+    prepare_parser(commands)
+    actions = [action for action in commands.choices["prepare"]._actions if action.option_strings]
+    assert len(actions) > 30
+    for action in actions:
+        flag, told = action.option_strings[-1], action.help % {"default": ""}
+        assert action.metavar != "X" and (action.metavar or action.nargs == 0), flag
+        assert not re.search(r"`(?!datasets` library)\w+(=\w+)?`|\w_\w|\b(null|None|Empty)\b|''", told), (flag, told)
+    told = {action.option_strings[-1]: (action.metavar, action.help) for action in actions}
+    assert told["--tokenizer"][0] == "FILE" and told["--out"][0] == "DIR" and told["--workers"][0] == "N"
+    assert told["--dataset-split"] == ("NAME", "Split of --dataset to train on. (default train)")
+    assert told["--overlap-share"][1].startswith("Where --decontaminate remove: ")
 
 
 def test_preparing_does_without_pytorch():

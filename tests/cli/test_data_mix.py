@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from dwslm.cli.data_mix import add_arguments_mix, run_mix
+from dwslm.cli.demo import VOCAB_SIZE
+from dwslm.data.prepare_settings import DEMO_DATA
 from dwslm.data.shards import open_dataset
 
 SMALL = ["experiment=demo", "train.tokens=204800", "train.batch_tokens=2048", "train.micro_batch_tokens=1024",
@@ -42,6 +44,57 @@ def test_tokens_and_epochs_by_source_and_phase(tiny_data, tmp_path, capsys):
     assert (
         f"{sources[0]}, rephrased from {sources[1]}" in said and "from 75%" in said and "micro-batches of 1,024" in said
     )
+
+
+def test_what_is_served_in_one_phase_is_told_once(tiny_data, tmp_path, capsys):
+    assert mix(tiny_data, tmp_path) == 0
+    said = capsys.readouterr().out
+    rows = [line.split("│")[1:-1] for line in said.splitlines() if line.startswith("│")]
+    told = [[cell.strip() for cell in row] for row in rows if len(row) == 6]
+    sources = open_dataset(tiny_data / "train").sources
+    assert sorted(row[2] for row in told) == sorted(sources) and told[0][:2] == ["all", "256"]
+    assert mix(tiny_data, tmp_path, f"data.mixture.anneal.sources=[{sources[0]}]") == 0
+    said = capsys.readouterr().out
+    assert "│ from 0% " in said and "│ from 75% " in said and "│ all " in said
+
+
+def test_the_way_out_of_a_name_in_the_experiment_is_one(tiny_data, tmp_path):
+    own = tmp_path / "conf" / "experiment" / "mine.yaml"
+    own.parent.mkdir(parents=True)
+    source = open_dataset(tiny_data / "train").sources[0]
+    mixture = f"{{weights: {{{source}: 1, bokos: 1}}, phases: [{{start: 0.5, scale: {{bokos: 2}}}}]}}"
+    own.write_text(f"# @package _global_\ndefaults: [demo]\ndata:\n  mixture: {mixture}\n")
+    given = [
+        *SMALL[1:],
+        "experiment=mine",
+        f"data.path={tiny_data}",
+        f"--cache={tmp_path}",
+        f"--config-dir={own.parents[1]}",
+    ]
+    parser = argparse.ArgumentParser()
+    add_arguments_mix(parser)
+    for names in (
+        ["data.mixture.weights", "~data.mixture.weights.bokos"],
+        ["data.mixture.phases[0].scale", "data.mixture.phases=[]"],
+    ):
+        with pytest.raises(ValueError) as caught:
+            run_mix(parser.parse_intermixed_args(given))
+        assert str(caught.value).startswith(f"{names[0]} names source ") and names[1] in str(caught.value)
+        given.append(names[1])
+    assert run_mix(parser.parse_intermixed_args(given)) == 0
+
+
+def test_the_way_out_where_the_demo_has_no_data_is_the_demo(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    add_arguments_mix(parser)
+    with pytest.raises(
+        ValueError, match=r"data/demo/train is not a prepared dataset .* make it with `dwslm demo`"
+    ) as caught:
+        run_mix(parser.parse_intermixed_args(["experiment=demo"]))
+    assert f"`dwslm prepare --sample --out {DEMO_DATA} --vocab-size {VOCAB_SIZE}`" in str(caught.value)
+    with pytest.raises(ValueError, match="make it with `dwslm prepare --out data/mine --train FILES"):
+        run_mix(parser.parse_intermixed_args(["experiment=demo", "data.path=data/mine"]))
 
 
 def test_split_tokens_are_told(tiny_data, tmp_path, capsys):

@@ -1,7 +1,9 @@
 """The everyday jobs from the entry points' side, and every mistake that shows only once things are built."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dwslm.cli import receipts
 from dwslm.cli.find import REPOSITORY
 from dwslm.cli.launch import launch
 from dwslm.cli.score import score_checkpoint
@@ -20,6 +23,8 @@ from dwslm.runs.folder import RunFolder, open_run
 from dwslm.runs.reader import evals, events, metrics
 from dwslm.runs.writer import RunWriter
 from dwslm.train import checkpoint as checkpoints
+from dwslm.train.signals import Preempted
+from dwslm.train.step import TrainStep
 from tests.train.tiny_run import STEPS, in_child, tiny_config
 
 
@@ -308,3 +313,53 @@ def test_a_longer_plan_after_a_phase_began_is_refused_by_its_name(tiny_data, tmp
     longer = replace(config, resume="latest", train=replace(config.train, tokens=32 * 256))
     with pytest.raises(ValueError, match="train.tokens=8192 would move the start of a phase"):
         launch(longer, ["resume=latest", f"train.tokens={32 * 256}"])
+
+
+def test_a_signal_in_the_first_step_says_that_there_is_nothing_to_save(tiny_data, tmp_path, monkeypatch, capfd):
+    plain = TrainStep.run
+
+    def signalled(step, *arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(step, *arguments)
+
+    monkeypatch.setattr(TrainStep, "run", signalled)
+    with pytest.raises(Preempted):
+        launch(tiny_config(tiny_data, tmp_path), [])
+    said = capfd.readouterr()
+    assert "SIGTERM: leaves at once" in said.err
+    assert "asked to leave by SIGTERM at step 0, nothing to save yet; go on with: python train.py resume=" in said.out
+
+
+def test_a_run_too_large_for_the_cpu_that_it_found_is_refused_unless_it_is_meant(
+    tiny_data, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(receipts, "machine_memory", lambda: 1000)
+    found = tiny_config(tiny_data, tmp_path, device="auto")
+    with pytest.raises(
+        ValueError, match=r"needs .* GB or more, of which there are .* take a small one .* train\.device=cpu"
+    ):
+        launch(found, [])
+    assert not list(tmp_path.iterdir())
+    launch(replace(found, dry_run=True), [])  # which tells the sizes
+    assert "Memory estimate" in capsys.readouterr().out
+    meant = tiny_config(tiny_data, tmp_path, tokens=256)
+    launch(meant, [])
+    assert open_run("latest", tmp_path).record["steps"] == 1
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (["train.py", "--experiment=main"], "--experiment=main: settings have no dashes: experiment=main"),
+    (["eval.py", "443b1a"], "443b1a is not name=value: did you mean checkpoint=443b1a?"),
+    (["eval.py", "experiment=main"], "experiment is a setting of train.py: eval.py takes checkpoint=RUN"),
+])  # fmt: skip
+def test_words_of_another_command_line_are_one_line(words, expected, tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / words[0]), *words[1:]], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (1, f"error: {expected}\n")
+
+
+def test_the_help_of_scoring_offers_no_experiments():
+    done = subprocess.run([sys.executable, str(REPOSITORY / "eval.py"), "--help"], capture_output=True, text=True)
+    assert "checkpoint: null" in done.stdout and "proxy_8l" not in done.stdout

@@ -108,6 +108,22 @@ def test_the_sum_of_the_expected_by_hand(tiny_data, tmp_path):
     said = preflight_step.expected(config, built, [36.0, 72.0], [3.6e6, 7.2e6]).said
     # 10 x 36 s + 20 x 72 s = 0.5 h; 3 scorings of 600 tokens, each as much as 2 steps of 72 s: 0.12 h; 1 kWh and 2 kWh a step.
     assert said.startswith("0.62 hours (0.50 training, about 0.12 in 3 scorings), 62.0 kWh of the GPU alone")
+    said = preflight_step.expected(config, built, [3.6e5, 7.2e5], [None, None]).said  # ten thousand times as long
+    assert said.startswith("6,200 hours (5,000 training, about 1,200 in 3 scorings), energy not known")
+
+
+def test_each_check_is_said_when_it_is_done(monkeypatch, capsys):
+    """Some take minutes."""
+
+    def slow(*_):
+        yield machine.Check("tokenizer", "ok", "there")
+        assert "     ok  tokenizer: there\n" in capsys.readouterr().out
+        yield machine.Check("disk", "failed", "full [x]")
+
+    monkeypatch.setattr(command, "preflight", slow)
+    with pytest.raises(SystemExit):
+        command.run(SimpleNamespace(overrides=["data.path=elsewhere"], config_dir=None, clock_cap=None, quick=True))
+    assert capsys.readouterr().out == " failed  disk: full [x]\nunfit: disk\n"
 
 
 class FakeGpu:

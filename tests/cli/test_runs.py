@@ -7,11 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from dwslm import cli
 from dwslm.cli.runs import differences, follow
+from dwslm.cli.runs_tables import runs_table
 from dwslm.runs import reader
 from dwslm.runs.folder import RunFolder
+from dwslm.runs.summary import summaries
 from dwslm.runs.writer import RunWriter
 from tests.runs.made import make_run
 
@@ -207,3 +210,35 @@ def test_rows_that_are_not_numbers(root: Path, call) -> None:
     assert json.loads(text.splitlines()[0].replace("NaN", "0"))["step"] == 1
     assert len(reader.metrics(run)) == 2
     assert "nan" in call("ls") and "nan" in call("show", run.id)
+
+
+def test_no_runs_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert dwslm(capsys, monkeypatch, "runs", "ls") == "no runs yet in runs\n"
+
+
+def test_a_narrow_terminal_cuts_neither_id_nor_state(root: Path) -> None:
+    name = {"proxy": {"test": "learning rate", "arm": "half as much"}}
+    ids = [
+        make_run(root, "x" * 30, losses=[3.0] * 9, scores={2: 1.25}, settings=name, end=end).id
+        for end in (None, "done")
+    ]
+    console = Console(width=80, soft_wrap=True)
+    with console.capture() as caught:
+        console.print(runs_table(summaries(root, 1e9), 0, 1e9))
+    out = caught.get()
+    assert all(f" {word} " in out for word in (*ids, "done", "lost"))
+    assert "tags" not in out  # nobody has one
+    assert max(len(line) for line in out.splitlines()) <= 80
+
+
+def test_nested_facts_are_not_python(root: Path, call) -> None:
+    run = make_run(root, "a", losses=[3.0] * 4, scores={2: 1.5})
+    with RunWriter(run, 2) as writer:
+        receipt = {"run": "runs/" + "x" * 90, "step": "2 of 4"}
+        writer.event("resume", step=2, tokens=200, changed={"train.tokens": 512}, receipt=receipt)
+        writer.event("resume", step=2, tokens=200, changed={})
+    out = call("events", run.id)
+    assert "changed (train.tokens=512) receipt (2 facts)" in out and "{" not in out
+    scores = call("show", run.id).split("Bits per byte at step 2")[1]
+    assert scores.index("overall") < scores.index("crossed")

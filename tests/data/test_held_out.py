@@ -65,4 +65,14 @@ FEW = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=4, 
 def test_what_is_found_is_what_comparing_all_with_all_finds(trained, held_out, shards) -> None:
     found = copies(of_tokens(trained, shards), of_tokens(held_out, first_id=100))
     assert found.train.tolist() == [doc for doc, text in enumerate(trained) if text in held_out]
-    assert [held_out[doc] for doc in found.valid] == [trained[doc] for doc in found.train]
+    assert found.valid.tolist() == [doc for doc, text in enumerate(held_out) if text in trained]
+
+
+def test_held_out_documents_of_one_text_or_id_are_all_counted() -> None:
+    train = of_tokens([[1, 2, 3], [4, 5], [1, 2, 3]])
+    valid = of_tokens([[1, 2, 3], [9], [1, 2, 3], [1, 2, 3]], first_id=100)
+    with pytest.raises(ValueError, match=r"^3 of the 4 held-out .* other ids \(6 tokens of "):
+        check_held_out(train, valid)
+    twice = with_ids(dataset([("a", 3), ("b", 4), ("b", 2)]), [13, 22, 13])
+    with pytest.raises(ValueError, match=r"^2 of the 3 held-out .* \(7 tokens of "):
+        check_held_out(with_ids(dataset([("a", 10), ("b", 7)]), [11, 13]), twice)

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from dwslm.data.mixture import Anneal, MixtureSettings, Past, Phase
+from dwslm.data.packing_settings import PackingSettings
 from dwslm.data.shares import check_rephrased, epoch_caps, make_streams, phase_shares, stream_of
+from dwslm.data.stretches import make_stretches
 from tests.data.in_memory import dataset
 
 TEXT = dataset([("books", 100), ("code", 180, "c"), ("code", 120, "py"), ("web", 600)])
@@ -15,6 +17,10 @@ def resolved(mixture: MixtureSettings) -> tuple[list[str], np.ndarray]:
     streams = make_streams(TEXT, mixture.names())
     tokens = np.bincount(stream_of(TEXT, streams), TEXT.docs["tokens"], len(streams)).astype(int).tolist()
     return [stream.name for stream in streams], phase_shares(mixture, streams, tokens)
+
+
+def named(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "data.mixture.weights")
 
 
 def test_natural_shares_follow_the_tokens() -> None:
@@ -77,9 +83,9 @@ def test_a_slice_that_only_a_phase_names_starts_with_its_part_of_the_source() ->
 
 
 def test_documents_are_in_the_stream_of_their_slice() -> None:
-    assert stream_of(TEXT, make_streams(TEXT, ["code/py"])).tolist() == [0, 2, 1, 3]
-    assert stream_of(TEXT, make_streams(TEXT, ["code/py", "code/c"])).tolist() == [0, 1, 2, 3]
-    assert [s.name for s in make_streams(TEXT, ["code/py", "code/c"])] == ["books", "code/c", "code/py", "web"]
+    assert stream_of(TEXT, make_streams(TEXT, named("code/py"))).tolist() == [0, 2, 1, 3]
+    assert stream_of(TEXT, make_streams(TEXT, named("code/py", "code/c"))).tolist() == [0, 1, 2, 3]
+    assert [s.name for s in make_streams(TEXT, named("code/py", "code/c"))] == ["books", "code/c", "code/py", "web"]
 
 
 def test_unknown_source_names_it_and_lists_the_others() -> None:
@@ -99,10 +105,38 @@ def test_unknown_source_names_it_and_lists_the_others() -> None:
     check_rephrased(MixtureSettings(rephrased={"web": "books"}), TEXT.sources)
 
 
+@pytest.mark.parametrize(
+    ("mixture", "setting", "way_out"),
+    [
+        (MixtureSettings(weights={"books": 1.0, "bokos": 1.0}), "weights", "'~data.mixture.weights.bokos'"),
+        (MixtureSettings(weights={"bokos/en": 1.0}), "weights", "name what is there"),
+        (
+            MixtureSettings(phases=[Phase(0.5, {"web": 2.0}), Phase(0.7, {"bokos": 2.0})]),
+            "phases[1].scale",
+            "data.mixture.phases=[]",
+        ),
+        (MixtureSettings(phases=[Phase(0.5, {"code/rust": 2.0})]), "phases[0].scale", "data.mixture.phases=[]"),
+        (MixtureSettings(anneal=Anneal(["bokos"])), "anneal.sources", "data.mixture.anneal.sources=[]"),
+        (MixtureSettings(max_epochs={"every": 2.0, "bokos": 2.0}), "max_epochs", "'~data.mixture.max_epochs.bokos'"),
+    ],
+)
+def test_an_unknown_name_is_told_with_its_setting_and_the_way_out(mixture, setting, way_out) -> None:
+    """It may stand in the experiment and not in what the user wrote."""
+    with pytest.raises(ValueError) as caught:
+        resolved(mixture)
+    assert str(caught.value).startswith(f"data.mixture.{setting} names ") and str(caught.value).endswith(way_out)
+
+
+def test_a_name_of_a_past_mixture_is_told_as_such() -> None:
+    past = MixtureSettings(weights={"bokos": 1.0})
+    with pytest.raises(ValueError, match=r"^data\.past\[0\]\.mixture\.weights names source 'bokos'"):
+        make_stretches(TEXT, PackingSettings(context=8), MixtureSettings(), [Past(2, past)], 80, None)
+
+
 def test_caps_are_of_the_slice_else_of_its_source_else_of_all() -> None:
     mixture = MixtureSettings(max_epochs={"code": 3.0, "code/py": 2.0, "every": 4.0})
     assert epoch_caps(mixture, make_streams(TEXT, mixture.names())) == [4.0, 2.0, 3.0, 4.0]
-    assert epoch_caps(MixtureSettings(max_epochs={"web": 1.0}), make_streams(TEXT, [])) == [math.inf, math.inf, 1.0]
+    assert epoch_caps(MixtureSettings(max_epochs={"web": 1.0}), make_streams(TEXT, {})) == [math.inf, math.inf, 1.0]
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
@@ -124,7 +158,7 @@ def test_weights_that_choose_nothing() -> None:
         resolved(MixtureSettings(weights={"code": 1.0}, phases=[Phase(start=0.5, scale={"code": 0.0})]))
     with pytest.raises(ValueError, match=r"'code'.*no text of it"):  # all of it is in slices of their own
         resolved(MixtureSettings(weights={"code": 1.0, "code/c": 1.0, "code/py": 1.0}))
-    streams = make_streams(TEXT, [])
+    streams = make_streams(TEXT, {})
     with pytest.raises(ValueError, match=r"'code'.*no text of it"):
         phase_shares(MixtureSettings(weights={"code": 1.0}), streams, [100, 0, 600])
     with pytest.raises(ValueError, match="holds no text"):

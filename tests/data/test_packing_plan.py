@@ -1,5 +1,6 @@
 """Rows over a whole plan: shares and phases, the running count, the description."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -145,6 +146,8 @@ def test_more_than_four_epochs_are_warned_of() -> None:
     warnings = describe(stream(text, mixture=equal, planned_tokens=3000))["warnings"]
     assert len(warnings) == 1 and "'small'" in warnings[0] and "4 times" in warnings[0]
     assert describe(stream(text, mixture=equal, planned_tokens=500))["warnings"] == []
+    both = describe(stream(text, mixture=MixtureSettings(), planned_tokens=60_000))["warnings"]
+    assert len(both) == 1 and re.search(r"reads 'large' 5\.\d times, 'small' 5\.\d times; ", both[0])
 
 
 def test_a_phase_in_which_no_window_begins_is_told() -> None:

@@ -196,15 +196,15 @@ def test_two_at_once(tmp_path, text):
     ("changes", "message"),
     [
         ({"out": ""}, "out is empty"),
-        ({"train": []}, "no training text"),
-        ({"valid": []}, "held-out text: give either"),
+        ({"train": []}, "no training text: give --train or --dataset"),
+        ({"valid": []}, "held-out text: give either --valid .* or --valid-fraction"),
         ({"valid_fraction": 0.1}, "held-out text: give either"),
         ({"valid": [], "valid_fraction": 1.0}, r"valid_fraction=1\.0"),
         ({"format": "csv"}, "format='csv'"),
         ({"shard_tokens": 0}, "shard_tokens=0"),
         ({"skip_bad": -1}, "skip_bad=-1"),
         ({"eod_token": "</s>"}, "eod_token='</s>'"),
-        ({"dataset_valid_split": "test"}, "without dataset"),
+        ({"dataset_valid_split": "test"}, "without --dataset"),
     ],
 )
 def test_settings_that_cannot_be(changes, message):

@@ -143,7 +143,7 @@ def test_options_are_part_of_what_made_a_dataset(tmp_path, text):
         ({"piece": "0/3", "tokenizer": "t"}, "piece='0/3'"),
         ({"piece": "4/3", "tokenizer": "t"}, "piece='4/3'"),
         ({"piece": "a", "tokenizer": "t"}, "piece='a'"),
-        ({"piece": "1/3"}, "piece=1/3 without tokenizer"),
+        ({"piece": "1/3"}, "--piece 1/3 without --tokenizer"),
     ],
 )
 def test_options_that_cannot_be(changes, message):

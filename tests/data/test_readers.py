@@ -148,8 +148,15 @@ def test_no_id_field_makes_ids_that_do_not_depend_on_the_place(tmp_path):
         (line(text="")[:-1] + b"\n", "empty document"),
         (line(text=" \n\t"), "empty document"),
         (line(text=5), "field 'text' is not text but a int"),
-        (line(text=None), "no field 'text'"),
-        (line(source=None), "no field 'source' (name another with source_field, or fix it with source)"),
+        (line(text=None), "no field 'text' (name another with --text-field NAME)"),
+        (
+            line(id=None),
+            "no field 'id' (name another with --id-field NAME, or take file name and line as ids with --id-field \"\")",
+        ),
+        (
+            line(source=None),
+            "no field 'source' (name another with --source-field NAME, or give all documents one with --source NAME)",
+        ),
         (line(id=""), "empty id"),
         (line(id=True), "field 'id' is not text but a bool"),
         (
@@ -247,7 +254,7 @@ def test_inputs_that_are_not_there_or_not_clear(tmp_path):
 
 def test_plain_text_needs_a_source_and_a_language(tmp_path):
     path = write(tmp_path / "a.txt", b"text")
-    with pytest.raises(ValueError, match=r"a\.txt: plain text has no fields; say its language with language"):
+    with pytest.raises(ValueError, match=r"a\.txt: plain text has no fields; say its language with --language NAME"):
         read(path, FieldSettings(source="s"))
 
 
@@ -260,8 +267,8 @@ def test_dataset_that_is_not_there(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"text_field": ""}, "text_field is empty"),
-        ({"language_field": ""}, "neither language nor language_field"),
+        ({"text_field": ""}, "--text-field is empty"),
+        ({"language_field": ""}, "neither --language nor --language-field"),
     ],
 )
 def test_field_settings_that_lead_nowhere(settings, message):

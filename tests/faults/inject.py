@@ -77,6 +77,8 @@ class Injector:
         self._wrap(loop, "make_report", "score", "report")
         self._wrap(writer.RunWriter, "metrics", "metrics")
         self._wrap_write()
+        if any(fault.at == "lowering" for fault in self.faults):
+            self._wrap_compiler()
         for name in OPERATIONS:
             self._wrap(os, name, "save", "after", only_in="saver")
         real = time.time
@@ -105,6 +107,13 @@ class Injector:
             return result
 
         setattr(owner, attribute, call)
+
+    def _wrap_compiler(self) -> None:
+        """A graph on its way through the compiler. Importing that takes seconds, and few faults are of it."""
+        from torch._inductor import config, graph
+
+        config.force_disable_caches = True  # what another run has left there would be no compilation
+        self._wrap(graph.GraphLowering, "run", "lowering", "after")
 
     def _wrap_write(self) -> None:
         """Rows of metrics and of events reach the disk as one write each."""

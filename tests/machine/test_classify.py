@@ -53,6 +53,12 @@ def failed(error, reason=""):
         (Evidence(1, text="RuntimeError: Triton Error [CUDA]: invalid argument"), "cuda_error"),
         (Evidence(1, text="error: rank 3 (pid 77 on node-2) has died; last seen in loop.py:138 _steps"), "killed"),
         (Evidence(1, failed("RankLost", "rank 0 (pid 7 on a) has kept the others waiting for 41 s; last seen in x")), "hang"),
+        (Evidence(1, failed("RankLost", "rank 3 has not come within 301 s")), "hang"),
+        (Evidence(1, text="error: rank 3 has not come within 301 s"), "hang"),
+        (
+            Evidence(1, text="error: rank 0 or its launcher is gone, and the ranks' meeting place with it: DistNetworkError: x"),
+            "killed",
+        ),
         (Evidence(1, failed("RankLost", "no rank has moved for 90 s; rank 2 was the last that did")), "hang"),
         (Evidence(1, failed("RankLost", "rank 2 failed: OutOfMemoryError: CUDA out of memory")), "out_of_memory"),
         # The same errors of other files are no damaged cache.

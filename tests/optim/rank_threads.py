@@ -13,7 +13,7 @@ class Table:
 
     def __init__(self, world: int):
         self.world = world
-        self.barrier = threading.Barrier(world, timeout=30)
+        self.barrier = threading.Barrier(world, timeout=120)
         self.laid: list[Tensor] = [torch.empty(0)] * world
 
     def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from dwslm.optim.groups import MATRIX_RULES, Block, route
-from dwslm.optim.shares import ALIGNMENT, LEAST_ROWS_ELEMENTS, cut, deal, join, lay_out
+from dwslm.optim.optimizer import Optimizer
+from dwslm.optim.shares import ALIGNMENT, LEAST_ROWS_ELEMENTS, cut, deal, join, lay_out, mail_bytes, make_mail
 from tests.optim.rank_threads import ThreadRanks, on_ranks
 from tests.optim.small_model import (
     ROLES,
@@ -167,6 +170,64 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all(world):
     assert int(state["skipped"]) == int(alone["skipped"]) == 1 and int(state["step"]) == 1
     for name in SHAPED:
         torch.testing.assert_close(results[-1][0][name], alone[name], rtol=2e-5, atol=2e-5)
+
+
+Sizes = list[tuple[tuple[int, int], int, torch.dtype]]
+
+
+def assert_one_step_is_that_of_one(sizes: Sizes, world: int) -> None:
+    """One step of matrices of these shapes, counts and dtypes: by `world` ranks, all with the same copies, and by one."""
+    made = {
+        f"m{n}-{k}": torch.randn(shape, generator=torch.Generator().manual_seed(100 * n + k)).to(dtype)
+        for n, (shape, count, dtype) in enumerate(sizes)
+        for k in range(count)
+    }
+    roles = {name: [("", len(tensor), "matrix")] for name, tensor in made.items()}
+
+    def step(ranks: ThreadRanks | None, seeds: list[int]) -> dict[str, Tensor]:
+        params = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in made.items()}
+        opt = Optimizer(params, roles, SETTINGS["muonh"], lr=0.02, ranks=ranks)
+        for seed in seeds:
+            set_gradients(params, seed)
+            opt.accumulate()
+        opt.step(0.02)
+        return {name: p.detach().clone() for name, p in params.items()}
+
+    alone = step(None, list(range(world)))
+    results = on_ranks(world, lambda ranks: step(ranks, [ranks.rank]))
+    for copies in results:
+        assert_equal(copies, results[0])
+    for name, tensor in alone.items():
+        tolerance = 2**-7 if tensor.dtype == torch.bfloat16 else 2e-5
+        torch.testing.assert_close(results[0][name], tensor, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize(("count", "world"), [(3, 2), (5, 2), (8, 2), (15, 2), (3, 3), (7, 4)])
+def test_copies_take_more_room_than_a_stack_of_odd_sizes(count, world):
+    """20 x 50 is no multiple of 32 elements: a stack has no gaps, and an exchange has one after each matrix."""
+    assert_one_step_is_that_of_one([((20, 50), count, torch.float32)], world)
+
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+SOME = st.lists(
+    st.tuples(st.tuples(st.integers(1, 9), st.integers(1, 9)), st.integers(1, 6), DTYPES), min_size=1, max_size=3
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SOME, st.integers(2, 5))
+def test_any_sizes_and_dtypes_are_exchanged_whole(sizes, world):
+    assert_one_step_is_that_of_one(sizes, world)
+
+
+def test_memory_that_is_too_short_for_the_copies_is_an_error():
+    params = {f"w{n}": torch.nn.Parameter(torch.zeros(20, 50)) for n in range(3)}
+    shares = deal(blocks_of(20, 50, rule="muonh", count=3), 2)
+    needed = mail_bytes(shares, params)
+    assert needed == 2 * 2 * 1024 * 4  # two ranks, the larger share of two, 1000 elements each that are padded to 1024
+    make_mail(shares, 0, params, torch.zeros(needed // 4))
+    with pytest.raises(AssertionError, match=f"{needed - 4} bytes for copies that need {needed}"):
+        make_mail(shares, 0, params, torch.zeros(needed // 4 - 1))
 
 
 SHAPED = ("out", "qkv", "head", "embedding", "gain")

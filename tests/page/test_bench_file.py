@@ -50,6 +50,7 @@ WRONG = [
     ('{"format": 1, "rows": [{"op"', "not whole JSON"),
     ("[1, 2]", "not a report of `dwslm bench`"),
     ('{"loss": 1}', "not a report of `dwslm bench`"),
+    ('{"format": 1, "kind": "step", "builds": []}', "takes reports of `dwslm bench` on kernels only"),
     ('{"format": 2, "rows": []}', "is of format 2, and this version reads format 1"),
     ('{"format": 1, "rows": {}}', "rows: expected a list"),
     ('{"format": 1, "rows": [3]}', "rows[0]: expected an object, got 3"),

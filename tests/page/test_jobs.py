@@ -1,6 +1,7 @@
 """Jobs of the queue on the page: those that have no run, and what a job says of a run that has left."""
 
 import json
+import shutil
 
 import pytest
 
@@ -10,6 +11,7 @@ from dwslm.runs.queue import Queue
 from dwslm.runs.queue_job import JobSpec
 from tests.page.in_browser import MARKUP, poll, row, until
 from tests.page.run_folders import BEGAN, Now, make_run, served
+from tests.page.test_server import ask
 
 HERE = {"worker": "w", "host": "here", "boot": "b1"}
 
@@ -97,6 +99,68 @@ def test_a_folder_that_is_no_queue_is_named(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def break_queue(queue: Queue, how: str) -> str:
+    """Returns a piece of what the page says of it."""
+    log = queue.folder / "log"
+    if how == "gone":
+        shutil.rmtree(queue.folder)
+        return "is no queue"
+    if how == "gap":
+        (log / "00000001.json").unlink()
+        return "00000001.json is missing"
+    if how == "later gap":
+        (log / "00000004.json").write_text((log / "00000002.json").read_text())
+        return "00000003.json is missing"
+    if how == "not a file":
+        (log / "00000003.json").mkdir()
+        return "cannot read "
+    (log / "00000003.json").write_text('{"event": "add", "jobs": [{}]}')
+    return "lacks what it should say"
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("how", ["gone", "gap", "later gap", "not a file", "no job"])
+def test_a_damaged_queue_is_named_in_one_line_and_the_runs_go_on(tmp_path, how, read_before):
+    runs, now = tmp_path / "runs", Now(BEGAN)
+    queue = Queue(tmp_path / "queue", now)
+    queue.add([spec("waits")])
+    queue.add([spec("more")])
+    folder = make_run(runs, "r", losses=[4.0]).path.name
+    with served(runs, now, queue=queue.folder) as server:
+        if read_before:
+            assert b"name-waits" in ask(server, "/")[1]
+        wanted = break_queue(queue, how)
+        now.now += 5
+        for path in ("/", f"/runs/{folder}.html", f"/data/{folder}.json", "/data/runs.json"):
+            assert ask(server, path)[0].status == 200, path
+        told = json.loads(ask(server, "/data/runs.json")[1])
+        assert wanted in told["queue_wrong"] and "\n" not in told["queue_wrong"] and told["jobs"] == []
+        assert [run["run"] for run in told["runs"]] == [folder]
+        index = ask(server, "/")[1].decode()
+        assert '<section id="queue">' in index and wanted in index
+        shutil.rmtree(queue.folder, ignore_errors=True)
+        Queue(queue.folder, now).add([spec("mended")])
+        now.now += 5
+        told = json.loads(ask(server, "/data/runs.json")[1])
+        assert told["queue_wrong"] == "" and [job[3][0] for job in told["jobs"]] == ["name-mended"]
+
+
+@pytest.mark.parametrize("events", [1, 2, 3])
+def test_a_queue_made_anew_in_the_same_folder_is_noticed(tmp_path, events):
+    """With fewer events than were read, as many, or more."""
+    make_run(tmp_path / "runs")
+    queue = Queue(tmp_path / "queue")
+    queue.add([spec("old")])
+    queue.add([spec("older")])
+    watch = Watch(tmp_path / "runs", queue.folder)
+    assert {job.id for job in watch.look(BEGAN).jobs} == {"old", "older"}
+    shutil.rmtree(queue.folder)
+    new = Queue(queue.folder)
+    for number in range(events):
+        new.add([spec(f"new-{number}")])
+    assert [job.id for job in watch.look(BEGAN + 5).jobs] == [f"new-{n}" for n in reversed(range(events))]
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [320, 1280])
 def test_jobs_come_and_go_while_the_page_is_open(tmp_path, visit, width):
@@ -131,3 +195,12 @@ def test_jobs_come_and_go_while_the_page_is_open(tmp_path, visit, width):
         now.now += 5
         poll(page)
         until(page, "document.getElementById('queue').hidden")
+        shutil.rmtree(queue.folder)
+        now.now += 5
+        poll(page)
+        until(page, "document.getElementById('queue-wrong').innerText.includes('is no queue')")
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        Queue(queue.folder, now).add([spec("c")])
+        now.now += 5
+        poll(page)
+        until(page, "document.getElementById('queue-wrong').hidden && !document.getElementById('queue').hidden")

@@ -143,6 +143,20 @@ def test_the_command_refuses_in_one_line(words, wanted, tmp_path, monkeypatch):
     assert not re.search(r"\n", str(caught.value))
 
 
+def test_a_port_that_is_taken_names_the_way_out(tmp_path, monkeypatch):
+    import argparse
+
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    with served(tmp_path / "runs", Now()) as server:
+        port = str(server.server_address[1])
+        arguments = parser.parse_args(["page", "serve", "--port", port])
+        with pytest.raises(ValueError, match=f"port {port}: .*; give another with --port N"):
+            arguments.run(arguments)
+
+
 def test_decisions_are_looked_at_again_when_they_or_their_runs_change(tmp_path):
     now = Now(BEGAN + 100)
     run = make_run(tmp_path / "runs", losses=[4.0])

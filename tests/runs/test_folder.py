@@ -93,7 +93,7 @@ def test_an_ambiguous_or_missing_run_lists_what_there_is(tmp_path: Path) -> None
 
 
 def test_auto_is_the_newest_run_that_is_not_finished(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no unfinished run in .* which holds no runs"):
+    with pytest.raises(ValueError, match="no unfinished run in .* which holds no runs: start one first"):
         open_run("auto", tmp_path)
     runs = [create_run(tmp_path, f"r{n}", {}, clock=lambda n=n: 1e9 + n) for n in range(4)]  # type: ignore[misc]
 

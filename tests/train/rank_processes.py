@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import ctypes
+import itertools
 import multiprocessing
 import os
 import signal
@@ -27,9 +28,14 @@ from tests.train import tiny_run
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([tiny_run.__name__, __name__])
 
-FAULTS = ("sleep", "hold the interpreter", "raise")
+SIGNALLED = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
+FAULTS = ("sleep", "hold the interpreter", "raise", *SIGNALLED)
+# Not those that the system gives to connections: another program's could take it before rank 0 does.
+PORTS = range(20000, 32000)
+_NEXT_PORT = itertools.count(os.getpid() * 101)
 
-
+PATIENCE = 240.0
+"""Seconds for what takes a few: a machine may have other things to do."""
 STARTED: list["Ranks"] = []
 
 
@@ -56,9 +62,7 @@ class Ranks:
         self.folder = folder
         STARTED.append(self)
         folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = _free_port()
         self.processes: list[BaseProcess] = [
             _CONTEXT.Process(target=_rank, args=(rank, world, port, config, list(overrides), str(folder), fault))
             for rank in range(world)
@@ -66,7 +70,7 @@ class Ranks:
         for process in self.processes:
             process.start()
 
-    def wait(self, seconds: float = 60.0) -> list[int | None]:
+    def wait(self, seconds: float = PATIENCE) -> list[int | None]:
         """Exit codes; None for those that had to be killed because they were still here."""
         until = time.monotonic() + seconds
         codes = []
@@ -88,11 +92,20 @@ class Ranks:
         return (self.folder / f"rank{rank}.txt").read_text()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "what was waited for did not happen"
         time.sleep(0.01)
+
+
+def _free_port() -> int:
+    for number in _NEXT_PORT:
+        port = PORTS[number % len(PORTS)]
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def _rank(
@@ -141,6 +154,8 @@ def _break(batches: int, how: str) -> None:
         if served == batches:
             if how == "sleep":
                 time.sleep(3600)
+            elif how in SIGNALLED:
+                os.kill(os.getpid(), SIGNALLED[how])
             elif how == "raise":
                 raise ValueError("this rank has had enough")
             else:

@@ -145,6 +145,43 @@ def test_saves_may_fail_but_not_too_often_in_a_row(one, monkeypatch):
     assert failed == [(2, 1, 2), (4, 1, 2), (5, 2, 2)]
 
 
+@pytest.mark.parametrize("what", ["deletion", "row", "every row of it"])
+def test_a_saved_checkpoint_counts_whatever_becomes_of_the_old_ones(one, monkeypatch, what):
+    """An old checkpoint cannot be deleted, or the row of its deletion not be written: more often than saves may fail."""
+    stale = OSError(errno.ESTALE, "Stale file handle")
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise stale
+
+    real = RunWriter.event
+
+    def event(self: RunWriter, kind: str, /, **fields: Any) -> None:
+        if kind == "checkpoint_deleted" or (kind == "retention_failed" and what != "row"):
+            raise stale
+        real(self, kind, **fields)
+
+    save(one, 1)
+    save(one, 2)
+    one.wait()
+    if what == "deletion":
+        monkeypatch.setattr(checkpoint, "retain", refused)
+    else:
+        monkeypatch.setattr(RunWriter, "event", event)
+    for step in (3, 4, 5):
+        save(one, step, pin="phase" if step == 3 else None)
+        one.wait()
+        assert one.saved_step == step and one.failure is None
+    told = [event for event in events(one.run) if event["event"] not in ("checkpoint", "start")]
+    if what != "every row of it":
+        assert {event["event"] for event in told} == {"retention_failed"}
+        assert "Stale file handle" in told[0]["reason"]
+    monkeypatch.undo()
+    save(one, 6)
+    one.wait()
+    assert [found.step for found in find(one.run.checkpoints)] == [6, 5, 3]
+    assert one._owed is None
+
+
 def test_the_last_failure_is_known(one, monkeypatch):
     failing(monkeypatch, [1])
     save(one, 1)

@@ -1,5 +1,6 @@
 """A checkpoint that several ranks write: whole with all their files, or not there; the ranks are threads here."""
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +46,7 @@ class WordRanks(ThreadRanks):
         self.words.held[key] = text
 
     def hear(self, key: str) -> str:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while key not in self.words.held:
             assert time.monotonic() < until, f"nobody said {key}"
             time.sleep(0.001)
@@ -95,8 +96,9 @@ def test_every_rank_writes_its_file_and_the_manifest_vouches_for_all(tmp_path):
         found.verify("size")
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_where_one_rank_cannot_write_nothing_is_left_and_all_hear_why(tmp_path, monkeypatch, failing):
+@pytest.mark.parametrize(("failing", "folder_gone"), [(0, False), (0, True), (1, False), (2, False)])
+def test_where_one_rank_cannot_write_nothing_is_left_and_all_hear_why(tmp_path, monkeypatch, failing, folder_gone):
+    """folder_gone: the others come to write only when rank 0 has given up and taken the folder away."""
     with_words(3, lambda ranks: put(tmp_path, 5, ranks))
     real = checkpoint.write_tensors
     name = f"optimizer-0000{failing}-of-00003.safetensors"
@@ -104,6 +106,11 @@ def test_where_one_rank_cannot_write_nothing_is_left_and_all_hear_why(tmp_path, 
     def full(path: Path, tensors: Any) -> None:
         if path.name == name:
             raise OSError(28, "No space left on device")
+        if folder_gone and path.name.startswith("optimizer-"):
+            until = time.monotonic() + 120
+            while path.parent.exists():
+                assert time.monotonic() < until
+                time.sleep(0.001)
         real(path, tensors)
 
     monkeypatch.setattr(checkpoint, "write_tensors", full)
@@ -158,6 +165,54 @@ def test_savers_of_all_ranks_count_the_same_failures_and_try_a_pin_again(tmp_pat
     for one in by_step.values():  # each is of its own step, and of the whole model
         whole.load(one.load_model(), one.load_optimizer())
     writer.close()
+
+
+@pytest.mark.parametrize("error", [OSError(116, "Stale file handle"), KeyError("a fault of ours")])
+def test_a_committed_checkpoint_is_saved_for_all_even_where_retention_fails(tmp_path, monkeypatch, error):
+    """Rank 1 listens only once rank 0 is through with everything: what it then finds is that the checkpoint is there."""
+    run = create_run(tmp_path, "run", {})
+    through = threading.Event()
+
+    def refused(*_: Any, **__: Any) -> list[Path]:
+        raise error
+
+    monkeypatch.setattr(checkpoint, "retain", refused)
+    real = SharedSave.wait_committed
+
+    def late(self: SharedSave) -> None:
+        assert through.wait(60)
+        real(self)
+
+    monkeypatch.setattr(SharedSave, "wait_committed", late)
+
+    def work(ranks: Any) -> tuple[int | None, OSError | None]:
+        mine = writer if ranks.leads else Silent()
+        one = Saver(run, mine, Console(quiet=True), made(ranks), CheckpointSettings(), ranks)
+        one.save(1, 10, {"step": 1}, None)
+        if ranks.leads:
+            assert one._thread is not None
+            one._thread.join()
+            through.set()
+            if isinstance(error, KeyError):  # a fault of ours ends the run, and is rank 0's own
+                with pytest.raises(KeyError):
+                    one.wait()
+        else:
+            one.wait()
+        return one.saved_step, one.failure
+
+    with RunWriter(run, 1) as writer:
+        assert with_words(2, work) == [(1, None), (1, None)]
+    assert [found.step for found in find(run.checkpoints)] == [1]
+
+
+def test_after_committed_nothing_else_is_said():
+    words = Words()
+    shared = SharedSave(WordRanks(0, Table(2), words), 1)
+    shared.begun()
+    shared.committed()
+    before = dict(words.held)
+    shared.failed(OSError("too late"))
+    assert words.held == before and "too late" not in str(before)
 
 
 class Silent:

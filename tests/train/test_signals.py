@@ -5,11 +5,24 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext, suppress
 
 import pytest
 
 from dwslm.cli.errors import one_line_errors
 from dwslm.train.signals import CAUGHT, EXIT_CODE, Preempted, Signals
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_ignored():
+    """Tests that a shell runs in its background, or under nohup, begin with signals that are ignored."""
+    before = {number: signal.getsignal(number) for number in CAUGHT}
+    for number, handler in before.items():
+        if handler == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", CAUGHT)
@@ -59,6 +72,18 @@ def test_the_exit_code_is_75():
     with pytest.raises(SystemExit) as caught, one_line_errors():
         raise Preempted("SIGTERM")
     assert caught.value.code == EXIT_CODE == 75
+
+
+@pytest.mark.parametrize(("works", "told"), [(False, "saves after this step and leaves"), (True, "leaves at once")])
+def test_a_signal_is_answered_before_the_step_is_over_and_only_once(works, told, capfd):
+    with Signals(says=True) as signals:
+        with suppress(Preempted), signals.at_once() if works else nullcontext():
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert capfd.readouterr().err == f"\nSIGINT: {told}; once more ends at once\n"
+    with Signals():  # one of several ranks speaks for all
+        os.kill(os.getpid(), signal.SIGINT)
+        assert capfd.readouterr().err == ""
 
 
 SECOND = """

@@ -111,13 +111,16 @@
     order = list.runs.map((run) => run.run);
     marks = new Map(list.runs.map((run) => [run.run, run.mark]));
     outcome(list.outcomes, list.counted);
-    jobs(list.jobs);
+    jobs(list.jobs, list.queue_wrong);
     arrange();
     pickedRows();
   }
 
   // ---- jobs without a run ------------------------------------------------------------------------------
-  function jobs(list) {
+  function jobs(list, wrong) {
+    $("queue-wrong").textContent = wrong;
+    $("queue-wrong").hidden = !wrong;
+    $("queue").hidden = !list.length && !wrong;
     const told = JSON.stringify(list);
     if (told === knownJobs) return;
     knownJobs = told;
@@ -140,7 +143,6 @@
       });
       return row;
     }));
-    $("queue").hidden = !list.length;
     for (const [, test] of list) if (test && ![...$("test").options].some((one) => one.value === test)) $("test").append(new Option(test, test));
   }
 
