@@ -8,7 +8,6 @@ import secrets
 import shlex
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dwslm.cli import bench_report, bench_step
+from dwslm.cli.bench_host import host, installed
 from dwslm.cli.errors import make_console
 from dwslm.cli.find import commit
 from dwslm.cli.prepare import prepare_sample
@@ -25,8 +25,6 @@ OPS = (
     "attention", "delta_rule", "mlp", "head", "short_conv", "delta_gate", "gated_norm", "norm", "rope", "newton_schulz",
     "optimizer",
 )  # fmt: skip
-PACKAGES = ("dwslm", "torch", "triton", "numpy", "fla-core", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13", "apache-tvm-ffi",
-            "flash-attn", "flash-attn-4", "flash-qla", "cut-cross-entropy", "transformer-engine", "nvidia-ml-py")  # fmt: skip
 CPU_SIZES: dict[str, Any] = {"tokens": [2048], "contexts": [256, 1024], "heads": [2, 4]}
 GPU_SIZES: dict[str, Any] = {"tokens": [16_384, 65_536], "contexts": [512, 1024, 2048, 4096], "heads": [8, 16]}
 # Read by the libraries when they are imported, and handed on to the measuring process.
@@ -196,29 +194,3 @@ def cache_folders() -> list[Path]:
         Path(inductor) if inductor else Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"),
         home / ".cache" / "cudnn_frontend",
     ]
-
-
-def host() -> dict[str, Any]:
-    """The machine without its GPU."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = [
-            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        name = names[0] if names else name
-    memory = None
-    if hasattr(os, "sysconf"):
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": name, "cpus": os.cpu_count(), "host_memory_bytes": memory}
-
-
-def installed() -> dict[str, str]:
-    """Versions of the packages that a figure can depend on."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dwslm.bench.step_builds import BUILDS, MEANING, PEER, Measurement, named
+from dwslm.cli.bench_host import host, installed
 from dwslm.cli.errors import make_console
 from dwslm.cli.find import commit
 from dwslm.runs.durable import from_json, to_json
@@ -60,8 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from dwslm.cli.bench import host, installed
-
     if arguments.steps < 1 or arguments.warm < 0:
         raise ValueError("--steps must be 1 or more, and --warm 0 or more")
     if arguments.budget_minutes is not None and arguments.budget_minutes <= 0:
