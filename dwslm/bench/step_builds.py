@@ -6,6 +6,16 @@ from typing import Any
 
 PLAIN = ("model.depth_block=0", "model.value_embeddings=none")
 
+
+def rows_of(context: int, segments: int) -> tuple[str, ...]:
+    """Rows of another length. `segments` grow with it, so that a micro-batch keeps its slots for documents."""
+    return (
+        f"data.packing.context={context}",
+        f"data.packing.segments_per_row={segments}",
+        f"evaluate.segments_per_row={segments}",
+    )
+
+
 BUILDS: dict[str, tuple[str, ...]] = {
     "main": (),
     "plain": PLAIN,
@@ -14,8 +24,19 @@ BUILDS: dict[str, tuple[str, ...]] = {
     "window": (*PLAIN, "model.local=window"),
     "no_depth": ("model.depth_block=0",),
     "no_values": ("model.value_embeddings=none",),
+    "layers_8": ("model.layers=8",),
+    # Twice the layers keep twice the activations, and 20 layers take 76.9 GB at 65,536 tokens, of the 141 of an H200.
+    "layers_40": ("model.layers=40", "train.micro_batch_tokens=32768"),
+    "context_1k": rows_of(1_024, 8),
+    "context_16k": rows_of(16_384, 128),
+    "context_32k": rows_of(32_768, 256),
 }
 """Name to overrides on top of the configuration. "plain" has value embeddings and attention residuals off."""
+GROUPS: dict[str, tuple[str, ...]] = {
+    "table": ("main", "plain", "fp8", "fp8_delayed", "window", "no_depth", "no_values"),
+    "growth": ("main", "layers_8", "layers_40", "context_1k", "context_16k", "context_32k"),
+}
+"""Names that stand for several builds. "main" is the point of 20 layers and context 4,096 of the growth."""
 PEER = "peer"
 """flash-linear-attention's own model; not a build of ours."""
 
@@ -27,6 +48,11 @@ MEANING = {
     "window": "plain, window arm in place of KDA",
     "no_depth": "attention residuals off",
     "no_values": "value embeddings off",
+    "layers_8": "main with 8 layers",
+    "layers_40": "main with 40 layers, in micro-batches of 32,768 tokens: twice the layers leave room for half of them",
+    "context_1k": "main at context 1,024",
+    "context_16k": "main at context 16,384",
+    "context_32k": "main at context 32,768",
     PEER: "flash-linear-attention's own model, trained the plain way",
 }
 
@@ -62,8 +88,10 @@ class Measurement:
 def named(names: Sequence[str], recorded: str | None) -> list[tuple[str, tuple[str, ...]]]:
     """(name, overrides) of each build; `recorded` is "both", "on", "off", or None to leave the setting alone.
 
+    Groups stand for their builds, each of which comes once however many names bring it.
+
     Raises:
-        ValueError: for a name that is no build, or given twice.
+        ValueError: for a name that is neither a build nor a group, or given twice.
     """
     ways: dict[str | None, list[tuple[str, tuple[str, ...]]]] = {
         None: [("", ())],
@@ -72,8 +100,9 @@ def named(names: Sequence[str], recorded: str | None) -> list[tuple[str, tuple[s
         "both": [(" recorded", ("train.record=true",)), (" launched", ("train.record=false",))],
     }
     for i, name in enumerate(names):
-        if name not in BUILDS:
-            raise ValueError(f"unknown build {name!r}: choose out of {', '.join(BUILDS)}")
+        if name not in BUILDS and name not in GROUPS:
+            raise ValueError(f"unknown build {name!r}: choose out of {', '.join((*BUILDS, *GROUPS))}")
         if name in names[:i]:
             raise ValueError(f"build {name!r} is given twice")
-    return [(f"{name}{way}", (*BUILDS[name], *more)) for name in names for way, more in ways[recorded]]
+    every = dict.fromkeys(build for name in names for build in GROUPS.get(name, (name,)))
+    return [(f"{name}{way}", (*BUILDS[name], *more)) for name in every for way, more in ways[recorded]]

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dwslm.bench.step_builds import BUILDS, MEANING, PEER, Measurement, named
+from dwslm.bench.step_builds import BUILDS, GROUPS, MEANING, PEER, Measurement, named
 from dwslm.cli.bench_host import host, installed
 from dwslm.cli.errors import make_console
 from dwslm.cli.find import commit
@@ -28,7 +28,7 @@ from dwslm.runs.durable import from_json, to_json
 FORMAT, KIND = 1, "step"
 EXPERIMENT = "experiment=main"
 LAST_WORDS = 400  # characters of a log that say how a process ended
-GROUPS = ("experiment=", "+experiment=")
+CHOOSES = ("experiment=", "+experiment=")
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # these two as in a run, see `dwslm.cli.launch`
     "FLA_DISABLE_BACKEND_DISPATCH": "1",
@@ -39,6 +39,7 @@ ENVIRONMENT = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="name=value", help="as for train.py; default experiment=main")
     told = "; ".join(f"{name}: {MEANING[name]}" for name in BUILDS)
+    told += "".join(f"; {name}: all of {', '.join(builds)}" for name, builds in GROUPS.items())
     parser.add_argument(
         "--builds", default="main", metavar="A,B,...", help=f"measured one after the other; default main. {told}"
     )
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     overrides = list(arguments.overrides)
-    if not any(override.startswith(GROUPS) for override in overrides):
+    if not any(override.startswith(CHOOSES) for override in overrides):
         overrides.insert(0, EXPERIMENT)
     builds = named(arguments.builds.split(","), arguments.recorded)
     check(overrides, [more for _, more in builds], console)

@@ -1,12 +1,12 @@
 """Reads the JSON of `dwslm bench step` (described in docs/benchmark.md) and joins pieces: each build may be a call of its own."""
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dwslm.page.bench_file import short_commit, unique
+from dwslm.page.bench_file import Measured, short_commit, unique
 from dwslm.runs.durable import from_json
 
 FORMAT, KIND = 1, "step"
@@ -15,7 +15,10 @@ STATUSES = ("ok", "missing", "refused", "error", "skipped")
 
 @dataclass(frozen=True)
 class Build:
-    """The row of one build, with where it comes from. `raw` is the row as the file has it."""
+    """The row of one build, with where it comes from. `raw` is the row as the file has it.
+
+    `name` ends in brackets with the overrides in which it differs from other rows of its name.
+    """
 
     name: str
     status: str
@@ -28,6 +31,11 @@ class Build:
         for name in names:
             value = value.get(name) if isinstance(value, Mapping) else None
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    def stat(self, name: str, scale: float = 1.0) -> Measured | None:
+        """A measured value, times `scale`."""
+        middle = self.number(name, "median")
+        return None if middle is None else Measured(scale * middle, scale * (self.number(name, "spread") or 0.0))
 
     def runs(self, *names: str) -> list[float]:
         """That number of each timed run, those that have it."""
@@ -58,6 +66,10 @@ class Steps:
         return device_of(self.pieces[0])
 
     @property
+    def timed(self) -> list[Build]:
+        return [build for build in self.builds if build.timed]
+
+    @property
     def source(self) -> str:
         """Command, commits (shortened) and device, as one line; the whole commands stand in the setup."""
         commits = ", ".join(unique(short_commit(str(piece.get("commit") or "unknown")) for piece in self.pieces))
@@ -72,6 +84,7 @@ class Steps:
             "started": self.pieces[0].get("started"),
             "seconds": sum(float(piece.get("seconds") or 0) for piece in self.pieces),
             "complete": all(piece.get("complete") is not False for piece in self.pieces),
+            "overrides": shared(words_of(piece) for piece in self.pieces),
             "builds": [dict(build.raw) | {"commit": build.commit} for build in self.builds],
             "notes": list(self.notes),
         }
@@ -96,6 +109,8 @@ def is_step(path: str | os.PathLike[str]) -> bool:
 
 def join(paths: Sequence[str | os.PathLike[str]]) -> Steps:
     """Reads the files and joins them; of two rows for the same build that were timed, the later one counts.
+
+    A build is its name and its overrides: rows of one name and other overrides stand beside each other.
 
     Raises:
         OSError: a file cannot be read.
@@ -124,18 +139,53 @@ def join(paths: Sequence[str | os.PathLike[str]]) -> Steps:
         for path, piece in zip(files, pieces, strict=True)
         if piece.get("complete") is False
     ]
-    builds: dict[str, Build] = {}
+    notes += _other_words(files, pieces)
+    builds: dict[tuple[str, tuple[str, ...]], Build] = {}
     for piece in pieces:
         for row in piece["builds"]:
             commit = str(row.get("commit") or piece.get("commit") or "unknown")
             build = Build(str(row["name"]), str(row.get("status") or "error"), row, commit)
-            before = builds.get(build.name)
+            key = build.name, tuple(sorted(words_of(row)))
+            before = builds.get(key)
             if before is not None and before.timed and not build.timed:
                 continue
             if before is not None and before.timed:
                 notes.append(f"{build.name} stands in more than one piece; the later measurement is shown.")
-            builds[build.name] = build
-    return Steps(pieces, files, tuple(builds.values()), tuple(dict.fromkeys(notes)))
+            builds[key] = build
+    return Steps(pieces, files, tuple(_told_apart(list(builds.values()))), tuple(dict.fromkeys(notes)))
+
+
+def words_of(row: Mapping[str, Any]) -> list[str]:
+    """The overrides of a row or a piece, of those for one setting the last, which is the one that holds."""
+    last = {str(word).partition("=")[0]: str(word) for word in row.get("overrides") or []}
+    return list(last.values())
+
+
+def shared(lists: Iterable[list[str]]) -> list[str]:
+    """Words that stand in all of the lists."""
+    every = list(lists)
+    return [word for word in every[0] if all(word in other for other in every)]
+
+
+def _told_apart(builds: list[Build]) -> list[Build]:
+    """Builds of one name get the overrides that not all of them have into their names."""
+    found = []
+    for build in builds:
+        same = shared(words_of(other.raw) for other in builds if other.name == build.name)
+        own = " ".join(word for word in words_of(build.raw) if word not in same)
+        found.append(replace(build, name=f"{build.name} ({own})") if own else build)
+    return found
+
+
+def _other_words(files: Sequence[str], pieces: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A note where not all pieces were called with the same overrides."""
+    same = shared(words_of(piece) for piece in pieces)
+    own = {
+        path: " ".join(word for word in words_of(piece) if word not in same)
+        for path, piece in zip(files, pieces, strict=True)
+    }
+    told = "; ".join(f"{path}: {words}" for path, words in own.items() if words)
+    return [f"Not all pieces share all overrides. Those of one alone: {told}. Compare them with care."] if told else []
 
 
 def read(path: str | os.PathLike[str]) -> Mapping[str, Any]:

@@ -5,15 +5,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dwslm.page import html, markdown
-from dwslm.page.bench_file import Measured, unique
-from dwslm.page.bench_step import Build, Steps, join
+from dwslm.page.bench_file import unique
+from dwslm.page.bench_step import Build, Steps, join, words_of
+from dwslm.page.bench_step_growth import added, growth
 from dwslm.page.document import Block, Cell, Page, Prose, Section, Table
-from dwslm.page.words import count, digits, listed, measured, number, percent, share
+from dwslm.page.words import count, digits, listed, measured, number, percent, share, whole
 from dwslm.runs.durable import to_json
 
 PEER = "peer"
 RECORDED, LAUNCHED = " recorded", " launched"
 """Ends of the names of a build that was measured both ways."""
+RECORD = "train.record="
 KERNELS = 15
 """That are named for each build."""
 
@@ -22,6 +24,7 @@ def build_page(steps: Steps) -> Page:
     """The page; a section whose part was not measured is left out."""
     sections = [
         speed(steps),
+        growth(steps),
         power(steps),
         starts(steps),
         classes(steps),
@@ -53,43 +56,36 @@ def write(files: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) 
     return paths
 
 
-def timed(steps: Steps) -> list[Build]:
-    return [build for build in steps.builds if build.timed]
-
-
-def stat(build: Build, name: str, scale: float = 1.0) -> Measured | None:
-    middle = build.number(name, "median")
-    return None if middle is None else Measured(scale * middle, scale * (build.number(name, "spread") or 0.0))
-
-
 def speed(steps: Steps) -> Section | None:
     rows, verdicts = [], []
-    for build in timed(steps):
+    for build in steps.timed:
         memory = build.number("peak_memory_bytes")
         rows.append(
             (
                 Cell(build.name, note=str(build.raw.get("meaning") or "")),
                 Cell("" if build.raw.get("recorded") is None else "yes" if build.raw["recorded"] else "no"),
-                _tokens(stat(build, "tokens_per_second")),
+                whole(build.stat("tokens_per_second")),
                 share(build.number("mfu")),
-                measured(stat(build, "step_ms")),
-                measured(stat(build, "micro_batch_ms")),
-                measured(stat(build, "update_ms")),
+                measured(build.stat("step_ms")),
+                measured(build.stat("micro_batch_ms")),
+                measured(build.stat("update_ms")),
                 count(build.number("work", "micro_batch_tokens")),
                 number(None if memory is None else memory / 1e9),
             )
         )
     if not rows:
         return None
-    by_name = {build.name: build for build in timed(steps)}
-    peer = by_name.get(PEER)
-    for build in timed(steps):
-        launched = by_name.get(build.name.removesuffix(RECORDED) + LAUNCHED)
-        if build.name.endswith(RECORDED) and launched is not None:
+    verdicts += added(steps.timed)
+    peers = [build for build in steps.timed if build.raw["name"] == PEER]
+    by_words = {(str(build.raw["name"]), _words(build)): build for build in steps.timed}
+    for (name, words), build in by_words.items():
+        launched = by_words.get((name.removesuffix(RECORDED) + LAUNCHED, words))
+        if name.endswith(RECORDED) and launched is not None:
             verdicts.append(_recorded(build, launched))
-        if peer is not None and build is not peer:
+        for peer in peers if build not in peers else []:
             ours, theirs = (one.number("tokens_per_second", "median") or 0.0 for one in (build, peer))
-            verdicts.append(f"{build.name} trains {digits(ours / theirs)} times as many tokens a second as the peer.")
+            times = digits(ours / theirs)
+            verdicts.append(f"{build.name} trains {times} times as many tokens a second as the {peer.name}.")
     columns = (
         "build",
         "recorded",
@@ -109,23 +105,24 @@ def speed(steps: Steps) -> Section | None:
     return Section("speed", "Speed", (Table("Sustained speed", columns, tuple(rows), tuple(verdicts), note),))
 
 
+def _words(build: Build) -> tuple[str, ...]:
+    """Its overrides but the one that recorded and launched differ in."""
+    return tuple(sorted(word for word in words_of(build.raw) if not word.startswith(RECORD)))
+
+
 def _recorded(build: Build, launched: Build) -> str:
-    one, other = stat(build, "tokens_per_second"), stat(launched, "tokens_per_second")
+    one, other = build.stat("tokens_per_second"), launched.stat("tokens_per_second")
     assert one is not None and other is not None
-    name = build.name.removesuffix(RECORDED)
+    name = build.name.replace(RECORDED, "", 1)
     if not one.differs(other):
         return f"{name}: recorded and launched lie within the ranges of their runs."
     faster, slower, words = (one, other, "recorded") if one.median > other.median else (other, one, "launched")
     return f"{name}: {words} trains {percent(faster.median / slower.median - 1)} more tokens a second."
 
 
-def _tokens(value: Measured | None) -> Cell:
-    return Cell("") if value is None else Cell(f"{value.median:,.0f}", value.median, False, f"({value.spread:,.0f})")
-
-
 def power(steps: Steps) -> Section | None:
     rows = []
-    for build in timed(steps):
+    for build in steps.timed:
         watts, clocks = build.runs("health", "power_w", "mean"), build.runs("health", "sm_mhz", "median")
         lows, highs = build.runs("health", "sm_mhz", "min"), build.runs("health", "sm_mhz", "max")
         if not watts and not clocks:
@@ -143,7 +140,7 @@ def power(steps: Steps) -> Section | None:
                 Cell(f"{min(lows):,.0f} to {max(highs):,.0f}" if lows and highs else ""),
                 number(max(build.runs("health", "temperature_c", "max"), default=None)),
                 Cell(listed(f"{name} {percent(held)}" for name, held in reasons.items())),
-                measured(stat(build, "energy_j_per_token", 1e3)),
+                measured(build.stat("energy_j_per_token", 1e3)),
             )
         )
     if not rows:
@@ -155,7 +152,7 @@ def power(steps: Steps) -> Section | None:
 
 def starts(steps: Steps) -> Section | None:
     rows = []
-    for build in timed(steps):
+    for build in steps.timed:
         for name, start in (
             ("", build.raw.get("start")),
             ("again", (build.raw.get("second_start") or {}).get("start")),
@@ -189,7 +186,7 @@ def starts(steps: Steps) -> Section | None:
 
 
 def classes(steps: Steps) -> Section | None:
-    profiled = [build for build in timed(steps) if build.classes]
+    profiled = [build for build in steps.timed if build.classes]
     if not profiled:
         return None
     names = list(dict.fromkeys(str(row["class"]) for build in profiled for row in build.classes))
@@ -257,7 +254,7 @@ def _detail(build: Build) -> Table:
 
 def kernels(steps: Steps) -> list[Section]:
     tables: list[Block] = []
-    for build in timed(steps):
+    for build in steps.timed:
         profile = build.raw.get("profile")
         if isinstance(profile, dict) and profile.get("kernels"):
             rows = tuple(

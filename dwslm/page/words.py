@@ -117,6 +117,11 @@ def measured(value: Measured | None, strong: bool = False) -> Cell:
     return Cell(digits(value.median), value.median, strong, f"({digits(value.spread, 2)})")
 
 
+def whole(value: Measured | None) -> Cell:
+    """A median of many as a whole number, and its spread in brackets below."""
+    return Cell("") if value is None else Cell(f"{value.median:,.0f}", value.median, False, f"({value.spread:,.0f})")
+
+
 def memory(value: float | None) -> Cell:
     """Bytes as MB."""
     return Cell("") if value is None else Cell(f"{value / 1e6:,.0f} MB", float(value))

@@ -40,7 +40,12 @@ def piece(tmp_path, name, builds, started="2026-11-29T10:00:00+00:00", device="N
 
 
 def test_pieces_are_joined_and_the_later_measurement_counts(tmp_path):
-    skipped = {"name": "plain", "status": "skipped", "reason": "the budget was used up"}
+    skipped = {
+        "name": "plain",
+        "status": "skipped",
+        "reason": "the budget was used up",
+        "overrides": ["experiment=main"],
+    }
     old = piece(tmp_path, "old", [row("main", 170_000.0), row("plain", 200_000.0)])
     new = piece(tmp_path, "new", [row("main", 180_000.0), skipped], "2026-11-29T11:00:00+00:00", commit="b" * 40)
     steps = bench_step.join([new, old])
@@ -55,6 +60,63 @@ def test_pieces_are_joined_and_the_later_measurement_counts(tmp_path):
     assert joined["builds"][1]["commit"] == "a" * 40
     again = bench_step.join([paths[2]])  # what was joined is a piece itself
     assert {build.name: build.commit for build in again.builds} == {"main": "b" * 40, "plain": "a" * 40}
+
+
+LARGE = ["experiment=main", "train.micro_batch_tokens=131072"]
+
+
+def test_one_name_with_other_overrides_is_another_build(tmp_path):
+    old = piece(tmp_path, "old", [row("main", 170_000.0), row("plain", 200_000.0)], overrides=["experiment=main"])
+    builds = [row("plain", 220_000.0, overrides=LARGE), row("peer", 100_000.0, overrides=LARGE)]
+    new = piece(tmp_path, "new", builds, "2026-11-29T11:00:00+00:00", overrides=LARGE)
+    steps = bench_step.join([old, new])
+    speeds = {build.name: build.number("tokens_per_second", "median") for build in steps.builds}
+    large = "plain (train.micro_batch_tokens=131072)"
+    assert speeds == {"main": 170_000.0, "plain": 200_000.0, large: 220_000.0, "peer": 100_000.0}
+    assert not any("more than one piece" in note for note in steps.notes)
+    (note,) = [note for note in steps.notes if note.startswith("Not all pieces share all overrides.")]
+    assert f"{new}: train.micro_batch_tokens=131072" in note and str(old) not in note
+    paths = bench_step_page.write([old, new], tmp_path / "page")
+    text = paths[0].read_text()
+    assert f"| {large} (a build) |" in text and "| plain (a build) |" in text and f"| {large} | cold |" in text
+    assert f"{large} trains 2.20 times as many tokens a second as the peer." in text
+    joined = json.loads(paths[2].read_text())
+    assert joined["overrides"] == ["experiment=main"]  # what all builds share
+    assert [build["name"] for build in joined["builds"]] == ["main", "plain", "plain", "peer"]
+    again = bench_step.join([paths[2]])
+    assert [build.name for build in again.builds] == [build.name for build in steps.builds]
+
+
+def test_only_what_holds_tells_builds_apart(tmp_path):
+    twice = ["train.micro_batch_tokens=32768", *LARGE]  # of two words for one setting the last one holds
+    builds = [
+        row("plain", 210_000.0, overrides=twice),
+        row("main", 180_000.0, overrides=["experiment=main", "optim.lr=1"]),
+    ]
+    builds += [row("main", 181_000.0, overrides=["experiment=main", "optim.lr=2"])]
+    first = piece(tmp_path, "first", [row("plain", 220_000.0, overrides=LARGE[::-1])])
+    steps = bench_step.join([first, piece(tmp_path, "second", builds, "2026-11-29T11:00:00+00:00")])
+    assert [(build.name, build.number("tokens_per_second", "median")) for build in steps.builds] == [
+        ("plain", 210_000.0), ("main (optim.lr=1)", 180_000.0), ("main (optim.lr=2)", 181_000.0),
+    ]  # fmt: skip
+
+
+def test_one_that_broke_with_other_overrides_stands_beside_the_one_that_was_timed(tmp_path):
+    broken = {"name": "plain", "status": "error", "reason": "out of memory", "overrides": LARGE}
+    steps = bench_step.join([piece(tmp_path, "one", [row("plain"), broken])])
+    assert [(build.name, build.timed) for build in steps.builds] == [
+        ("plain", True), ("plain (train.micro_batch_tokens=131072)", False),
+    ]  # fmt: skip
+
+
+def test_recorded_is_compared_with_launched_of_the_same_overrides(tmp_path):
+    def builds(words, fast):
+        return [row("main recorded", fast, recorded=True, overrides=[*words, "train.record=true"]),
+                row("main launched", 150_000.0, recorded=False, overrides=[*words, "train.record=false"])]  # fmt: skip
+
+    text = markdown_of(tmp_path, [*builds(["experiment=main"], 165_000.0), *builds(LARGE, 180_000.0)])
+    assert "main: recorded trains 10 % more tokens a second." in text
+    assert "main (train.micro_batch_tokens=131072): recorded trains 20 % more tokens a second." in text
 
 
 def test_the_page_says_what_was_measured(tmp_path):
