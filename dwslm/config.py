@@ -351,6 +351,7 @@ def explain(error: BaseException, wanted: str = "experiment") -> str:
                 return f"{name} is a setting of train.py: eval.py takes checkpoint=RUN"
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             return f"unknown setting {name}" + (f": did you mean {near[0]}?" if near else "; see docs/settings.md")
+    line = line.replace("is incompatible with type hint 'Union[int, str]'", "could not be converted to Integer")
     fraction = re.search(r"Value '([^']+)' of type 'float' could not be converted to Integer", line)
     if fraction and float(fraction[1]).is_integer():  # 1e6
         line += f": write {int(float(fraction[1])):_}"

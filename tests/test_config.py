@@ -95,6 +95,8 @@ def test_the_proxy_sits_where_the_law_begins():
             "train.micro_batch_tokens=1000",
             "train.batch_tokens=524288 is not a multiple of train.micro_batch_tokens=1000",
         ),
+        ("train.micro_batch_tokens=1e5", "could not be converted to Integer: write 100_000"),
+        ("train.micro_batch_tokens=all", "train.micro_batch_tokens='all' must be 1 or more, or auto"),
         ("optim.schedule=step", "optim.schedule=step is not one of"),
         ("optim.weight_decay=0.1", "has no effect with optim.matrices=muonh"),
         ("checkpoint.pin_fractions=[2]", "must lie in (0, 1]"),
@@ -105,6 +107,12 @@ def test_the_proxy_sits_where_the_law_begins():
 def test_a_mistake_is_one_line_that_names_it(override, message):
     line = refused(override)
     assert message in line and "\n" not in line
+
+
+@pytest.mark.parametrize(("given", "kept"), [("auto", "auto"), ("32_768", 32_768)])
+def test_a_micro_batch_is_a_number_or_auto_and_is_stored_so(given, kept):
+    config = composed("experiment=main", f"train.micro_batch_tokens={given}")
+    assert config.train.micro_batch_tokens == kept and from_plain(to_plain(config)) == config
 
 
 def test_a_resume_takes_what_it_may_and_refuses_the_rest_with_both_values():

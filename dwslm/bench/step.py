@@ -78,7 +78,7 @@ class Parts:
         return Loader(
             self.stream,
             first_row=0,
-            micro_batch_tokens=self.train.micro_batch_tokens,
+            micro_batch_tokens=self.plan.micro_batch_tokens,
             grad_accum=self.plan.grad_accum,
             depth=self.train.prefetch,
             pin=self.optimizer.device.type == "cuda",

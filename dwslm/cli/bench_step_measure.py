@@ -23,7 +23,8 @@ from dwslm.data.loader import GlobalBatch, Loader
 from dwslm.machine.compiler_cache import size
 from dwslm.machine.health import Gpu
 from dwslm.train.device import choose_device, set_numerics
-from dwslm.train.plan import make_plan
+from dwslm.train.plan import Plan, make_plan
+from dwslm.train.settings import AUTO
 
 Keep = Callable[..., None]
 Say = Callable[[str], None]
@@ -52,7 +53,7 @@ def measure_build(asked: Measurement, keep: Keep, say: Say) -> None:
         config=to_plain(config),
         sizes=sizes,
         matrix_parameters=matrices,
-        work=describe(config, built.plan.grad_accum),
+        work=describe(config, built.plan),
         data={"path": str(built.train.path), "fingerprint": built.train.fingerprint},
     )
     say(f"built in {ready - asked.started:.1f} s, {imported - asked.started:.1f} of them imports")
@@ -74,13 +75,13 @@ def measure_build(asked: Measurement, keep: Keep, say: Say) -> None:
             status="ok", **found, recorded=stepper.recorded, start=start, mfu=mfu(matrices, speed, device), profile=None
         )
         if asked.classes and device.type == "cuda":
-            ceilings = measure_ceilings(Timer(device), config.train.micro_batch_tokens)
+            ceilings = measure_ceilings(Timer(device), built.plan.micro_batch_tokens)
             batch = next(drive.batches)
             least = floors(
                 built.model,
                 built.optimizer,
                 [one.cu_seqlens.numpy() for one in batch.micro_batches],
-                config.train.micro_batch_tokens,
+                built.plan.micro_batch_tokens,
                 batch.micro_batches[0].context,
             )
             shapes = ProductShapes(config.model.width, config.model.mlp_hidden, built.model.vocab_size)
@@ -108,6 +109,8 @@ def measure_peer(asked: Measurement, keep: Keep, say: Say) -> None:
     set_numerics(config.train.deterministic, config.train.threads)
     packing = config.data.packing
     plan = make_plan(config.train, config.optim, config.checkpoint, packing.context, None, packing.ladder)
+    if config.train.micro_batch_tokens == AUTO:
+        plan = plan.with_micro_batch(plan.candidates()[0])  # what does not fit is cut below
     train_set = open_split(config.data, "train")
     stream = open_stream(config, plan, train_set, train_set.path)
     compiled, why = True, None
@@ -121,7 +124,7 @@ def measure_peer(asked: Measurement, keep: Keep, say: Say) -> None:
     with Loader(
         stream,
         first_row=0,
-        micro_batch_tokens=config.train.micro_batch_tokens,
+        micro_batch_tokens=plan.micro_batch_tokens,
         grad_accum=plan.grad_accum,
         depth=config.train.prefetch,
         pin=True,
@@ -148,8 +151,7 @@ def measure_peer(asked: Measurement, keep: Keep, say: Say) -> None:
             start=start,
             config=to_plain(config),
             matrix_parameters=stepper.matrix_parameters,
-            work=describe(config, plan.grad_accum)
-            | {"micro_batch_tokens": config.train.micro_batch_tokens // stepper.split},
+            work=describe(config, plan) | {"micro_batch_tokens": plan.micro_batch_tokens // stepper.split},
             data={"path": str(train_set.path), "fingerprint": train_set.fingerprint},
             mfu=mfu(stepper.matrix_parameters, found["tokens_per_second"]["median"], device),
             peer={
@@ -173,12 +175,12 @@ def watched(loader: Loader) -> Iterator[GlobalBatch]:
     return iter(loader)
 
 
-def describe(config: RunConfig, grad_accum: int) -> dict[str, Any]:
+def describe(config: RunConfig, plan: Plan) -> dict[str, Any]:
     """Sizes of a step."""
     return {
         "batch_tokens": config.train.batch_tokens,
-        "micro_batch_tokens": config.train.micro_batch_tokens,
-        "grad_accum": grad_accum,
+        "micro_batch_tokens": plan.micro_batch_tokens,
+        "grad_accum": plan.grad_accum,
         "context": config.data.packing.context,
         "layers": config.model.layers,
     }

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
 from dwslm.cli.engines import engines
 from dwslm.cli.plan_data import open_data, open_stream
 from dwslm.cli.ranks import rank_console
@@ -14,7 +17,11 @@ from dwslm.optim.optimizer import Optimizer
 from dwslm.train.checkpoint import Checkpoint
 from dwslm.train.device import set_numerics
 from dwslm.train.distributed import Ranks
+from dwslm.train.dry_run import estimate
+from dwslm.train.micro_batch import SHARE, largest_that_fits
 from dwslm.train.plan import Plan, make_plan
+from dwslm.train.report import gigabytes
+from dwslm.train.settings import AUTO
 
 
 @dataclass
@@ -45,7 +52,7 @@ def build(config: RunConfig, lr: float | None, ranks: Ranks | None = None) -> Bu
         raise ValueError(f"train.record=true needs an NVIDIA GPU, and this run is on {device}: set train.record=null")
     packing = config.data.packing
     plan = make_plan(config.train, config.optim, config.checkpoint, packing.context, lr, packing.ladder, ranks.world)
-    found = engines(config.model, device, config.train.micro_batch_tokens)
+    found = engines(config.model, device, plan.micro_batch_tokens)
     train_set, valid_set = open_data(config, rank_console(ranks))
     stream = open_stream(config, plan, train_set, train_set.path)
     model = LanguageModel(config.model, train_set.vocab_size, config.train.seed).to(device)
@@ -58,7 +65,35 @@ def build(config: RunConfig, lr: float | None, ranks: Ranks | None = None) -> Bu
         extra=model.extra_state(),
         ranks=ranks if ranks.world > 1 else None,
     )
+    if config.train.micro_batch_tokens == AUTO:
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        plan = plan.with_micro_batch(micro_batch_of_all(plan, model, optimizer, memory, ranks))
     return Built(plan, model, optimizer, stream, train_set, valid_set, found)
+
+
+def micro_batch_of_all(plan: Plan, model: LanguageModel, optimizer: Optimizer, memory: int | None, ranks: Ranks) -> int:
+    """What `auto` comes to: the smallest of the ranks' own choices, since each of them divides alike.
+
+    memory: bytes of this rank's device, None for a CPU.
+
+    Raises:
+        ValueError: on every rank, where any of them has room for none.
+    """
+
+    def needed(tokens: int) -> int:
+        return sum(estimate(model, optimizer, tokens).values())
+
+    sizes = plan.candidates()
+    own = np.zeros((2, ranks.world), np.int64)
+    own[:, ranks.rank] = largest_that_fits(sizes, needed, memory) or 0, memory or 0
+    chosen, memories = ranks.total(own)
+    if not chosen.all():
+        raise ValueError(
+            f"train.micro_batch_tokens=auto finds none that fits: {sizes[-1]:,} tokens, the least that batch and contexts allow, "
+            f"need about {gigabytes(needed(sizes[-1]))}, more than {SHARE:.0%} of a GPU's {gigabytes(int(memories.min()))}; take "
+            "a smaller model or shorter rows, or give a number to try it all the same"
+        )
+    return int(chosen.min())
 
 
 def check_same_data(state: dict[str, Any], built: Built, found: Checkpoint) -> None:

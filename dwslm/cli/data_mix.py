@@ -76,7 +76,7 @@ def run_mix(arguments: argparse.Namespace) -> int:
         console.print(facts("Loader, on one core", _said(measured)))
     if errors:
         console.print(facts("Shares, worst difference from the weights", _said_shares(errors)))
-    show_plan(description, config.train.micro_batch_tokens, console)
+    show_plan(description, plan.micro_batch_tokens, console)
     return 0
 
 
@@ -100,7 +100,7 @@ def measure(config: RunConfig, plan: Plan, cache: Path | None) -> dict[str, floa
     stream = open_stream(config, plan, open_split(config.data, "train"), cache)
     figures: dict[str, float] = {}
     for first_row, leg in zip(stream.first_rows, stream.legs, strict=True):
-        tokens = config.train.micro_batch_tokens
+        tokens = plan.micro_batch_tokens
         with Loader(
             stream, first_row=first_row, micro_batch_tokens=tokens, grad_accum=plan.grad_accum, depth=1
         ) as loader:

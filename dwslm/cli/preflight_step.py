@@ -49,7 +49,8 @@ def on_gpu(config: RunConfig, built: Built, gpu: Gpu | None, clock_cap: int | No
                 if sampler is not None:
                     samples += sampler.between(begun, end)
     except torch.OutOfMemoryError as error:
-        yield Check("one step", FAILED, f"out of memory; halve train.micro_batch_tokens. {str(error).splitlines()[0]}")
+        yield Check("one step", FAILED, f"out of memory in micro-batches of {plan.micro_batch_tokens:,} tokens; "
+                    f"halve train.micro_batch_tokens. {str(error).splitlines()[0]}")  # fmt: skip
         return
     peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
     memory = f"{peak / 1e9:.1f} of {total / 1e9:.1f} GB at the peak"

@@ -51,7 +51,7 @@ def describe(config: RunConfig, built: Built, console: Console) -> None:
     console.print(size_table(built.model.sizes()))
     console.print(routing_table(built.optimizer.routing()))
     console.print(plan_table(built.plan))
-    show_plan(describe_plan(built.stream, console), config.train.micro_batch_tokens, console)
+    show_plan(describe_plan(built.stream, console), built.plan.micro_batch_tokens, console)
 
 
 def check_memory(config: RunConfig, built: Built) -> None:
@@ -62,7 +62,7 @@ def check_memory(config: RunConfig, built: Built) -> None:
     """
     if config.train.device != "auto" or built.optimizer.device.type != "cpu":
         return
-    needed = sum(estimate(built.model, built.optimizer, config.train.micro_batch_tokens).values())
+    needed = sum(estimate(built.model, built.optimizer, built.plan.micro_batch_tokens).values())
     if needed > (there := machine_memory()):
         raise ValueError(
             f"no GPU is here, and on a CPU this run needs {gigabytes(needed)} or more, of which there are {gigabytes(there)}: "
@@ -107,6 +107,12 @@ def make_receipt(
             "state dealt anew; sums are grouped otherwise, so the last digits of all that follows can differ"
         )
     if found:
+        before = state.get("micro_batch_tokens", state["config"]["train"]["micro_batch_tokens"])
+        if before != plan.micro_batch_tokens:
+            receipt["micro-batch"] = (
+                f"{before:,} tokens before, {plan.micro_batch_tokens:,} now: sums are grouped otherwise, so the last digits of "
+                "all that follows can differ"
+            )
         how = "sizes and sha256" if verify == "sha256" else "sizes"
         receipt["verified"] = (
             f"{how} of {len(found.manifest['files'])} files, shapes of {len(found.manifest['model'])} tensors, "
@@ -147,6 +153,7 @@ def record(config: RunConfig, built: Built) -> dict[str, Any]:
         "planned_tokens": built.plan.tokens,
         "steps": built.plan.steps,
         "lr": built.plan.lr,
+        "micro_batch_tokens": built.plan.micro_batch_tokens,
         "sizes": built.model.sizes(),
         "routing": [{key: value if not isinstance(value, tuple) else list(value) for key, value in row.items()}
                     for row in built.optimizer.routing()],

@@ -50,7 +50,7 @@ def dry_run(
                 },
             )
         )
-    console.print(memory_table(estimate(model, optimizer, train.micro_batch_tokens)))
+    console.print(memory_table(estimate(model, optimizer, plan.micro_batch_tokens)))
     on_gpu = optimizer.device.type == "cuda"
     for batch in batches if on_gpu else batches[:1]:
         one_step(model, optimizer, batch, plan, train, console)
@@ -94,34 +94,11 @@ def one_step(
 
 
 def estimate(model: LanguageModel, optimizer: Optimizer, tokens: int) -> dict[str, int]:
-    """Bytes a compiled run on a GPU will hold, counted from shapes.
-
-    Activations are what the backward pass of a fused build has to keep: the stream before each sublayer, every norm's output,
-    projections, convolution and gate outputs, attention outputs, both sides of the squared ReLU, and with attention residuals
-    each reader's mix. A CPU keeps several times that, since its delta rule spells out its chunks in float32.
-    """
+    """Bytes a compiled run on a GPU will hold, counted from shapes; activations as `activation_bytes` counts them."""
     s = model.settings
     element = DTYPES[s.dtype].itemsize
-    per_token = 0
-    for layer in model.layers:
-        mixer = layer.mixer
-        assert isinstance(mixer, Attention | DeltaAttention)
-        inner = mixer.output.weight.shape[1]
-        kept = mixer.input.weight.shape[0] + inner  # projections, attention output
-        if isinstance(mixer, Attention):
-            kept += (mixer.heads + mixer.kv_heads) * mixer.head_dim  # q and k turned
-        else:
-            kept += 3 * inner + inner  # convolution, gated output
-            if short_conv.resolve(s.conv_engine, optimizer.device, mixer.head_dim) == "torch":
-                kept += 9 * inner  # shifted copies of q, k, v, which the compiler keeps (measured: docs/lab-notes.md)
-            per_token += 4 * inner  # log decay, float32
-        kept += 4 * s.width + s.mlp_hidden  # two norms, the stream twice, the hidden layer
-        if s.mlp_precision == "model":
-            kept += s.mlp_hidden  # its square
-        elif s.mlp_precision == "fp8_delayed":
-            per_token += s.mlp_hidden + s.width  # the square and the input, transposed float8
-        kept += 2 * s.width if s.depth_block else 0
-        per_token += element * kept
+    linear = bool({"kda", "gdn"} & set(s.kinds()))
+    shifted = linear and short_conv.resolve(s.conv_engine, optimizer.device, s.delta_head_dim) == "torch"
     copies = sum(p.numel() * p.element_size() for p in model.parameters())
     # This rank's share; gradients alone are those of the whole model.
     held = memory_bytes(optimizer.owned) | {"gradient": optimizer.gradient.nbytes}
@@ -130,6 +107,47 @@ def estimate(model: LanguageModel, optimizer: Optimizer, tokens: int) -> dict[st
         "model (compute copies, tables)": copies,
         "gradients of a micro-batch": copies,
         **{f"optimizer: {kind}": size for kind, size in held.items()},
-        f"activations of {tokens:,} tokens, compiled": per_token * tokens,
+        f"activations of {tokens:,} tokens, compiled": activation_bytes(model, shifted) * tokens,
         "loss head (a chunk of logits and its gradient)": 2 * logits + 4 * model.head.weight.numel(),
     }
+
+
+def activation_bytes(model: LanguageModel, shifted: bool) -> int:
+    """Bytes a token of a micro-batch that the backward pass of a fused build has to keep.
+
+    The stream before each sublayer, every norm's output, projections, convolution and gate outputs, attention outputs, both
+    sides of the squared ReLU, and with attention residuals each reader's mix. What the fused kernels take apart is there twice:
+    a kernel's outputs are no views of its input. A CPU keeps several times that, since its delta rule spells out its chunks in
+    float32. shifted: whether convolutions are in plain PyTorch.
+    """
+    s = model.settings
+    element = DTYPES[s.dtype].itemsize
+    per_token = 0
+    for layer in model.layers:
+        mixer = layer.mixer
+        assert isinstance(mixer, Attention | DeltaAttention)
+        inner = mixer.output.weight.shape[1]
+        rows = mixer.input.weight.shape[0]
+        kept = rows + inner  # projections, attention output
+        if isinstance(mixer, Attention):
+            kept += rows  # q and k turned, and the rest
+            values = mixer.kv_heads * mixer.head_dim
+        else:
+            kept += rows + inner  # convolution, and the rest; gated output
+            kept += 2 * inner if mixer.kind == "kda" else 0  # decay and output gate, out of their low rank
+            values = inner
+            if shifted:
+                kept += 9 * inner  # shifted copies of q, k, v, which the compiler keeps (measured: docs/lab-notes.md)
+            per_token += 4 * inner  # log decay, float32
+        if mixer.value_embedding is not None:
+            kept += values  # with the embedding
+            per_token += 4 * values  # the embedding itself, float32
+        kept += 4 * s.width + s.mlp_hidden  # two norms, the stream twice, the hidden layer
+        if s.mlp_precision == "model":
+            kept += s.mlp_hidden  # its square
+        elif s.mlp_precision == "fp8_delayed":
+            kept -= s.width  # the norm's output: float8 stands for it
+            per_token += s.mlp_hidden + s.width  # the square and the input, transposed float8
+        kept += 2 * s.width if s.depth_block else 0
+        per_token += element * kept
+    return per_token

@@ -198,6 +198,7 @@ class Trainer:
             "stream": self.stream.key_until(position.row),
             "lr": self.plan.lr,
             "planned_tokens": self.plan.tokens,
+            "micro_batch_tokens": self.plan.micro_batch_tokens,
             "tokenizer": self.stream.dataset.tokenizer_hash,
             "guard": self.skips.state(),
             "config": dict(self.config),
@@ -271,7 +272,7 @@ class Trainer:
         return Loader(
             self.stream,
             first_row=self.position.row,
-            micro_batch_tokens=self.settings.micro_batch_tokens,
+            micro_batch_tokens=self.plan.micro_batch_tokens,
             rank=self.ranks.rank,
             world=self.ranks.world,
             grad_accum=self.plan.grad_accum,

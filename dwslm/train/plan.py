@@ -1,13 +1,15 @@
 """What a run is going to do, derived once from its settings: steps, rows, rates, and when it saves and scores."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dwslm.data.packing_settings import Rung, first_step
 from dwslm.optim.schedule import learning_rate, schedule
 from dwslm.optim.settings import OptimSettings
 from dwslm.train.checkpoint import CheckpointSettings
-from dwslm.train.settings import TrainSettings
+from dwslm.train.micro_batch import candidates
+from dwslm.train.settings import AUTO, TrainSettings
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,14 @@ class Plan:
         """Token slots in all, whole steps."""
         return self.steps * self.batch_tokens
 
+    def with_micro_batch(self, tokens: int) -> "Plan":
+        """The same plan in other micro-batches: one of its `candidates`."""
+        return replace(self, micro_batch_tokens=tokens, grad_accum=self.batch_tokens // (self.world * tokens))
+
+    def candidates(self) -> list[int]:
+        """Micro-batches that it may be done in, largest first; see `dwslm.train.micro_batch`."""
+        return candidates(self.batch_tokens, [context for _, context in self.rungs], self.world)
+
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is written after `step` steps."""
         return step in self.pins or self.scores(step) or (step > 0 and step % self.save_stride == 0)
@@ -71,7 +81,7 @@ def make_plan(
     ladder: Sequence[Rung] = (),
     world: int = 1,
 ) -> Plan:
-    """Derives the plan.
+    """Derives the plan. With `auto` its micro-batch is the smallest candidate, until somebody who knows the device says more.
 
     Args:
         context: slots in a row of the packed data.
@@ -82,17 +92,7 @@ def make_plan(
     Raises:
         ValueError: where the sizes do not divide, or no learning rate can be derived.
     """
-    for slots in (context, *(rung.context for rung in ladder)):
-        if train.micro_batch_tokens % slots:
-            raise ValueError(
-                f"train.micro_batch_tokens={train.micro_batch_tokens} is not a multiple of the context {slots}"
-            )
-    if train.batch_tokens % (world * train.micro_batch_tokens):
-        raise ValueError(
-            f"train.batch_tokens={train.batch_tokens} can't be dealt to {world} ranks in micro-batches of "
-            f"train.micro_batch_tokens={train.micro_batch_tokens}: their product {world * train.micro_batch_tokens} must divide "
-            "it; make the micro-batch smaller, or take fewer ranks"
-        )
+    micro_batch = _micro_batch(train, [context, *(rung.context for rung in ladder)], world)
     steps = -(-train.tokens // train.batch_tokens)
 
     def stride(tokens: int) -> int:
@@ -102,8 +102,8 @@ def make_plan(
     return Plan(
         steps=steps,
         batch_tokens=train.batch_tokens,
-        grad_accum=train.batch_tokens // (world * train.micro_batch_tokens),
-        micro_batch_tokens=train.micro_batch_tokens,
+        grad_accum=train.batch_tokens // (world * micro_batch),
+        micro_batch_tokens=micro_batch,
         world=world,
         rungs=((0, context), *((first_step(rung.start, steps), rung.context) for rung in ladder)),
         lr=lr if lr is not None else learning_rate(steps * train.batch_tokens, train.batch_tokens, optim),
@@ -112,3 +112,27 @@ def make_plan(
         pins=pins,
         optim=optim,
     )
+
+
+def _micro_batch(train: TrainSettings, contexts: list[int], world: int) -> int:
+    """Checked against everything that it must divide or be divided by."""
+    if train.micro_batch_tokens == AUTO:
+        sizes = candidates(train.batch_tokens, contexts, world)
+        if not sizes:
+            raise ValueError(
+                f"train.micro_batch_tokens=auto finds none: train.batch_tokens={train.batch_tokens} can't be dealt to {world} "
+                f"ranks in whole rows of context {' and '.join(map(str, contexts))}; make it a multiple of "
+                f"{world * math.lcm(*contexts)}, or take other ranks"
+            )
+        return sizes[-1]
+    tokens = int(train.micro_batch_tokens)
+    for slots in contexts:
+        if tokens % slots:
+            raise ValueError(f"train.micro_batch_tokens={tokens} is not a multiple of the context {slots}")
+    if train.batch_tokens % (world * tokens):
+        raise ValueError(
+            f"train.batch_tokens={train.batch_tokens} can't be dealt to {world} ranks in micro-batches of "
+            f"train.micro_batch_tokens={tokens}: their product {world * tokens} must divide "
+            "it; make the micro-batch smaller, or take fewer ranks"
+        )
+    return tokens

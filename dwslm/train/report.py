@@ -52,7 +52,7 @@ def plan_table(plan: Plan) -> Table:
         {
             "tokens": f"{plan.tokens:,} ({count(plan.tokens)})",
             "steps": f"{plan.steps:,} of {plan.batch_tokens:,} tokens",
-            "micro-batch": f"{shapes}, {plan.grad_accum} accumulated"
+            "micro-batch": f"{plan.micro_batch_tokens:,} tokens, {shapes}, {plan.grad_accum} accumulated"
             + (f" on each of {plan.world} ranks" if plan.world > 1 else ""),
             "peak rate": f"{rate(plan.lr)} ({plan.lr:.6g}), schedule {plan.optim.schedule}",
             "checkpoints": f"every {plan.save_stride:,} steps, pinned: {pins or 'none'}",

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+AUTO = "auto"
+
 
 @dataclass
 class TrainSettings:
@@ -11,9 +13,10 @@ class TrainSettings:
     """Planned length of the run in token slots; rounded up to whole steps. Schedule and data phases are fractions of it."""
     batch_tokens: int = 524_288
     """Token slots of one optimizer step, on all ranks together."""
-    micro_batch_tokens: int = 65_536
+    micro_batch_tokens: int | str = 65_536
     """Token slots of one forward and backward pass; a step accumulates batch_tokens / micro_batch_tokens of them, dealt to the
-    ranks evenly."""
+    ranks evenly. "auto" takes the most, up to 131,072, whose counted memory fits 90 % of the smallest GPU; on a CPU the most up
+    to 4,096."""
     seed: int = 0
     """Decides the initial weights and the order of the data."""
     device: str = "auto"
@@ -36,7 +39,7 @@ class TrainSettings:
     """Held-out documents scored during training, those with the lowest hashes of their ids; null for all of them."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "batch_tokens", "micro_batch_tokens", "prefetch", "log_every"):
+        for name in ("tokens", "batch_tokens", "prefetch", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be 1 or more")
         if self.eval_documents is not None and self.eval_documents < 1:
@@ -46,6 +49,10 @@ class TrainSettings:
         for name in ("threads", "eval_every_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be 0 or more")
+        if self.micro_batch_tokens == AUTO:
+            return
+        if not isinstance(self.micro_batch_tokens, int) or self.micro_batch_tokens < 1:
+            raise ValueError(f"train.micro_batch_tokens={self.micro_batch_tokens!r} must be 1 or more, or auto")
         if self.batch_tokens % self.micro_batch_tokens:
             raise ValueError(
                 f"train.batch_tokens={self.batch_tokens} is not a multiple of "
