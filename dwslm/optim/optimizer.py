@@ -15,7 +15,7 @@ from .hyperball import adamh, frobenius, muonh
 from .muon import muon
 from .newton_schulz import newton_schulz
 from .settings import OptimSettings
-from .shares import Place, Ranks, aligned, deal, lay_out, mail_bytes, make_mail, part_of
+from .shares import Place, Ranks, adder, aligned, deal, lay_out, mail_bytes, make_mail, part_of
 from .stack import Group, make_group
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -98,12 +98,12 @@ class Optimizer:
         )
         self._newton_schulz_dtype = torch.bfloat16 if bf16 else torch.float32
 
-        # By dtype, since torch fuses a list of additions only where all of it has one; in the order of the parameters.
+        # By dtype, as one kernel or one fused list of additions wants them; in the order of the parameters.
         order = {name: n for n, name in enumerate(self.params)}
-        self._accumulators: dict[torch.dtype, list[tuple[Block, Tensor]]] = {}
+        by_dtype: dict[torch.dtype, list[Place]] = {}
         for place in sorted(self._places, key=lambda place: (order[place.block.parameter], place.block.start)):
-            same = self._accumulators.setdefault(self.params[place.block.parameter].dtype, [])
-            same.append((place.block, place.of(self.gradient)))
+            by_dtype.setdefault(self.params[place.block.parameter].dtype, []).append(place)
+        self._adders = [([p.block for p in places], adder(self.gradient, places)) for places in by_dtype.values()]
         masters = self._masters()
         copied = [block for block in self.owned if not block.in_place]
         self._copies = [block.of(self.params[block.parameter].detach()) for block in copied]
@@ -127,11 +127,8 @@ class Optimizer:
             if parameter.grad is None:
                 raise RuntimeError(f"parameter {name} has no gradient: the loss does not depend on it")
             gradients[name] = parameter.grad
-        for targets in self._accumulators.values():
-            torch._foreach_add_(
-                [accumulator for _, accumulator in targets],
-                [block.of(gradients[block.parameter]) for block, _ in targets],
-            )
+        for blocks, add in self._adders:
+            add([block.of(gradients[block.parameter]) for block in blocks])
         for parameter in self.params.values():
             parameter.grad = None
 

@@ -3,14 +3,18 @@
 A matrix that its rule sees as a whole stays whole. With one rank its share is everything, in the order of the blocks.
 """
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from dwslm.ops import choice
 
 from .groups import MATRIX_RULES, Block
 
@@ -51,6 +55,15 @@ class Place:
         """View of the block, in its shape."""
         shape = torch.Size(self.block.shape)
         return flat[self.offset : self.offset + shape.numel()].view(shape)
+
+
+def adder(flat: Tensor, places: Sequence[Place]) -> Callable[[list[Tensor]], None]:
+    """What adds one tensor a place, all of one dtype, to a flat float32 buffer."""
+    if choice.misfit(flat.device) is None:
+        from .accumulate import Adder  # Triton is there on GPU machines only
+
+        return Adder(flat, [(place.offset, math.prod(place.block.shape)) for place in places])
+    return partial(torch._foreach_add_, [place.of(flat) for place in places])
 
 
 def alike(blocks: Sequence[Block]) -> list[list[Block]]:

@@ -269,3 +269,17 @@ def test_cudnn_keeps_the_rules_of_custom_operators(engine):
     inputs = *(x.requires_grad_() for x in split(qkv)), seg.cu_seqlens, CONTEXT, SCALE, 16
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(torch.ops.dwslm.attention_cudnn.default, inputs, test_utils=checks)
+
+
+def test_log_sum_exps_by_segment():
+    """Each at its segment's place; behind an end, as far as a tile of cuDNN's may read, what lets nothing through."""
+    from dwslm.ops.attention.pad import BLOCK, by_segment
+
+    cu, stats = boundaries(PACKED).cuda(), torch.randn(TOKENS, 6, device="cuda")
+    padded = by_segment(stats, cu, CONTEXT)
+    assert padded.shape == (len(PACKED) - 1, 6, CONTEXT)
+    for slot, (start, end) in enumerate(zip(PACKED, PACKED[1:], strict=False)):
+        length = end - start
+        written = min(-(-length // BLOCK) * BLOCK, CONTEXT)
+        assert torch.equal(padded[slot, :, :length], stats[start:end].T)
+        assert (padded[slot, :, length:written] == 1e30).all()

@@ -300,9 +300,13 @@ def _segments(cu_seqlens: Tensor, strides: Sequence[int]) -> list[Tensor]:
     return [(cu_seqlens[1:] - cu_seqlens[:-1]).int(), *(made[stride] for stride in strides)]
 
 
-def _pad(stats: Tensor, cu_seqlens: Tensor, context: int) -> Tensor:
+def _by_segment(stats: Tensor, cu_seqlens: Tensor, context: int) -> Tensor:
     """[T, heads] as [slots, heads, context]; behind a segment's end stands what nobody reads."""
-    at = cu_seqlens[:-1, None] + torch.arange(context, device=stats.device)
+    if stats.is_cuda:
+        from dwslm.ops.attention.pad import by_segment  # Triton is there on GPU machines only
+
+        return by_segment(stats, cu_seqlens, context)
+    at = cu_seqlens[:-1, None] + torch.arange(context)
     return stats[at.clamp(max=len(stats) - 1)].transpose(1, 2).contiguous()
 
 
@@ -337,7 +341,7 @@ def _backward(
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     gradients = layout.packed_q[0], layout.packed_k[0], layout.packed_k[0]
     places = _segments(cu_seqlens, (layout.q[0], layout.k[0], layout.v[0], layout.packed_q[0], *gradients))
-    padded = _pad(stats, cu_seqlens, context)
+    padded = _by_segment(stats, cu_seqlens, context)
     _backward_graph(layout).execute([*places, q, k, v, out, do, padded, dq, dk, dv])
     return dq, dk, dv
 
