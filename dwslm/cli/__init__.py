@@ -19,6 +19,7 @@ COMMANDS = (
     "bench",
     "page",
     "cache",
+    "scale",
     "settings",
 )
 

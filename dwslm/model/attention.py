@@ -9,6 +9,7 @@ from dwslm.model.rotary import Rotary
 from dwslm.model.value_embedding import ValueEmbedding
 from dwslm.ops.attention import attention
 from dwslm.ops.qk_norm_rope import qk_norm_rope
+from dwslm.ops.scaled_product import scaled_product
 from dwslm.ops.segments import Segments
 
 ALIGNED = 8
@@ -18,7 +19,8 @@ ALIGNED = 8
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions and weight-free QK-norm, causal inside a segment.
 
-    `window` is the number of tokens that a query sees, itself included; None sees all of the segment before it.
+    `window` is the number of tokens that a query sees, itself included; None sees all of the segment before it. The output is
+    multiplied by `factor`.
     """
 
     def __init__(
@@ -34,10 +36,12 @@ class Attention(nn.Module):
         eps: float,
         value_embedding: ValueEmbedding | None,
         dtype: torch.dtype,
+        factor: float = 1.0,
     ):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.window, self.engine, self.qk_norm_engine, self.eps = window, engine, qk_norm_engine, eps
+        self.factor = factor
         blocks = [
             OutputBlock("q", heads * head_dim),
             OutputBlock("k", kv_heads * head_dim),
@@ -59,7 +63,7 @@ class Attention(nn.Module):
         if self.value_embedding is not None:
             v = self.value_embedding(v, more[:, values : values + kv_heads], tokens)
         o = attention(q, k, v, segments, scale=rotary.scale, window=self.window, engine=self.engine)
-        return self.output(o.flatten(1))
+        return scaled_product(o.flatten(1), self.output.weight, self.factor)
 
     def project(self, x: Tensor) -> Tensor:
         """Queries, keys, values and value gates [T, a multiple of ALIGNED]; what is past their rows is zero."""

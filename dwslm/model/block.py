@@ -129,19 +129,17 @@ Stream = PlainStream | DepthStream | FusedDepthStream
 
 
 class Block(nn.Module):
-    """Pre-norm mixer and MLP sublayers; `factor` is the residual scaling, base depth over depth."""
+    """Pre-norm mixer and MLP sublayers, whose outputs come multiplied by the residual scaling, base depth over depth."""
 
     def __init__(
         self,
         mixer: Attention | DeltaAttention,
         mlp: MLP,
         width: int,
-        factor: float,
         eps: float,
         depth_mix: bool,
     ):
         super().__init__()
-        self.factor = factor
         self.mixer_norm, self.mixer = Norm(width, eps), mixer
         self.mlp_norm, self.mlp = Norm(width, eps), mlp
         self.mixer_query = DepthQuery(width) if depth_mix else None
@@ -154,5 +152,5 @@ class Block(nn.Module):
             y = self.mixer(x, tokens, segments, rotary)
         else:
             y = self.mixer(x, tokens, segments)
-        stream = stream.add(self.factor * y)
-        return stream.add(self.factor * self.mlp(stream.read(self.mlp_query, self.mlp_norm)))
+        stream = stream.add(y)
+        return stream.add(self.mlp(stream.read(self.mlp_query, self.mlp_norm)))

@@ -18,6 +18,7 @@ from dwslm.model.value_embedding import ValueEmbedding
 from dwslm.ops.delta_gate import delta_gate
 from dwslm.ops.delta_rule import delta_rule, gated_delta_rule
 from dwslm.ops.gated_norm import gated_norm
+from dwslm.ops.scaled_product import scaled_product
 from dwslm.ops.segments import Segments
 from dwslm.ops.short_conv import short_conv
 
@@ -27,7 +28,10 @@ CONV_WIDTH = 4
 
 
 class DeltaAttention(nn.Module):
-    """`kind` is "kda" or "gdn"; `gate` is "bounded" or "softplus"; `gate_rank` is the rank of KDA's decay and output gate."""
+    """`kind` is "kda" or "gdn"; `gate` is "bounded" or "softplus"; `gate_rank` is the rank of KDA's decay and output gate.
+
+    The output is multiplied by `factor`.
+    """
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class DeltaAttention(nn.Module):
         eps: float,
         value_embedding: ValueEmbedding | None,
         dtype: torch.dtype,
+        factor: float = 1.0,
     ):
         super().__init__()
         inner = heads * head_dim
@@ -75,7 +80,7 @@ class DeltaAttention(nn.Module):
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(inner if low_rank else heads))
         self.head_gain = nn.Parameter(torch.empty(head_dim))
-        self.value_embedding = value_embedding
+        self.value_embedding, self.factor = value_embedding, factor
         self.output = Projection(inner, OutputBlock("", width), dtype=dtype)
 
     def forward(self, x: Tensor, tokens: Tensor, segments: Segments) -> Tensor:
@@ -101,7 +106,8 @@ class DeltaAttention(nn.Module):
         )
         # The norm's eps must lie well under o's mean square, which is about 6e-6 at the half init scale.
         bias = self.gate_bias if self.kind == "kda" else None
-        return self.output(gated_norm(o, gate, self.head_gain, bias, self.eps, self.gate_engine))
+        o = gated_norm(o, gate, self.head_gain, bias, self.eps, self.gate_engine)
+        return scaled_product(o, self.output.weight, self.factor)
 
     def gates(self, f: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Log decay, float32 and at most 0, and beta, float32 [T, heads] from logits [T, heads].

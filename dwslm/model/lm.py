@@ -214,6 +214,7 @@ class LanguageModel(nn.Module):
                     eps=s.norm_eps,
                     value_embedding=table,
                     dtype=dtype,
+                    factor=factor,
                 )
             else:
                 mixer = Attention(
@@ -227,9 +228,10 @@ class LanguageModel(nn.Module):
                     eps=s.norm_eps,
                     value_embedding=table,
                     dtype=dtype,
+                    factor=factor,
                 )
-            mlp = MLP(s.width, s.mlp_hidden, s.mlp_precision, dtype)
-            self.layers.append(Block(mixer, mlp, s.width, factor, s.norm_eps, depth_mix=s.depth_block > 0))
+            mlp = MLP(s.width, s.mlp_hidden, s.mlp_precision, dtype, factor)
+            self.layers.append(Block(mixer, mlp, s.width, s.norm_eps, depth_mix=s.depth_block > 0))
         self.final_query = DepthQuery(s.width) if s.depth_block else None
         self.final_norm = Norm(s.width, s.norm_eps)
         self.head = Projection(s.width, OutputBlock("", vocab_size, role="head"), dtype=dtype)

@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +30,8 @@ START_SECONDS = 900.0
 """How long a rank may keep the others waiting before the first step, while it compiles, and while it scores."""
 POLL_SECONDS = 0.01
 VERDICT_SECONDS, PART_SECONDS = 2.0, 10.0
+LET_GO_SECONDS = 0.5
+"""gloo's threads let go of a tensor some time after its collective has returned, and abort a process that ends meanwhile."""
 # Torch's own limit on a collective. The watch ends a run long before, and knows which rank it was.
 COLLECTIVE_LIMIT = timedelta(hours=2)
 
@@ -67,8 +70,9 @@ class Ranks:
         self._store, self._watch = store, watch
         self._told = 0
         self._agreed = self._asked = False
-        self._waited = 0.0
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._timing = True
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # by kind of collective, since the last row
+        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @property
     def agreed(self) -> bool:
@@ -101,29 +105,30 @@ class Ranks:
             device = torch.device("cuda", index)
             torch.cuda.set_device(device)
         # Connections are made by the first collective, not in the middle of one that is recorded.
-        self.sum(torch.zeros(1, device=device))
+        with self._meeting():
+            dist.all_reduce(torch.zeros(1, device=device))
         return device
 
     # ---- sums, on the device of their tensor ----
 
     def sum(self, tensor: Tensor) -> None:
-        """Adds up a tensor over the ranks, in place; all get the same bits."""
+        """Adds up a tensor over the ranks, in place; all get the same bits. Who comes first waits here for the last."""
         if self.world > 1:
-            with self._meeting():
+            with self._meeting(), self._timed("wait", tensor):
                 dist.all_reduce(tensor)
 
     def scatter_sum(self, flat: Tensor) -> None:
         """Of [world x share]: the rank's own share becomes the sum over the ranks, the rest is undefined."""
         if self.world > 1:
             share = len(flat) // self.world
-            with self._meeting(), self._timed(flat):
+            with self._meeting(), self._timed("scatter", flat):
                 _reduce_scatter(flat[self.rank * share : (self.rank + 1) * share], flat)
 
     def gather(self, flat: Tensor) -> None:
         """Of [world x share]: fills in the shares of the other ranks."""
         if self.world > 1:
             share = len(flat) // self.world
-            with self._meeting():
+            with self._meeting(), self._timed("gather", flat):
                 _all_gather(flat, flat[self.rank * share : (self.rank + 1) * share])
 
     def total(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -131,7 +136,8 @@ class Ranks:
         if self.world == 1:
             return numbers
         tensor = torch.from_numpy(numbers.copy())
-        self.sum(tensor)
+        with self._meeting():
+            dist.all_reduce(tensor)
         return tensor.numpy()
 
     # ---- words ----
@@ -190,32 +196,36 @@ class Ranks:
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
-        """For work whose length differs from rank to rank."""
+        """For work whose length differs from rank to rank. Its collectives are no part of a step's times."""
         if self._watch is None:
             yield
             return
         before, self._watch.patience = self._watch.patience, START_SECONDS
+        timing, self._timing = self._timing, False
         try:
             yield
         finally:
-            self._watch.patience = before
+            self._watch.patience, self._timing = before, timing
 
     def busy(self, seconds: float, steps: int) -> dict[str, Any]:
-        """For a row of metrics: seconds a step that each rank did not wait for gradients of others, and who is slowest.
+        """For a row of metrics, seconds of a step over the last `steps`, which took `seconds` each; {} for one process alone.
 
-        seconds: of a step, over the last `steps`. {} for one process alone.
+        rank_seconds: what each rank did besides its collectives; slowest_rank: whose that is the most. scatter_seconds,
+        gather_seconds: this rank's sums of gradients, and exchanges of copies, the wait for the last updater included.
         """
         if self.world == 1:
             return {}
-        if self._waits:
-            self._waits[-1][1].synchronize()
-            self._waited += sum(begun.elapsed_time(done) for begun, done in self._waits) / 1000
+        if self._spans:
+            self._spans[-1][2].synchronize()
+            for kind, begun, done in self._spans:
+                self._seconds[kind] += begun.elapsed_time(done) / 1000
+        told = {f"{kind}_seconds": self._seconds[kind] / steps for kind in ("scatter", "gather")}
         all_ranks = torch.zeros(self.world, dtype=torch.float64)
-        all_ranks[self.rank] = seconds - self._waited / steps
+        all_ranks[self.rank] = seconds - sum(self._seconds.values()) / steps
         self.gather(all_ranks)
-        self._waited = 0.0
-        self._waits.clear()
-        return {"rank_seconds": all_ranks.tolist(), "slowest_rank": int(all_ranks.argmax())}
+        self._seconds.clear()
+        self._spans.clear()
+        return {"rank_seconds": all_ranks.tolist(), "slowest_rank": int(all_ranks.argmax()), **told}
 
     def guard(self, folder: Path, attempt: str, on_lost: Callable[[Verdict], None]) -> None:
         """Where this rank leaves its stacks if a rank is lost, and what is to be done then if it can't leave by itself."""
@@ -268,6 +278,7 @@ class Ranks:
             while self.leads and others and not self._store.check(others) and time.monotonic() < until:
                 time.sleep(POLL_SECONDS)
         if orderly:
+            time.sleep(LET_GO_SECONDS)
             dist.destroy_process_group()
         else:  # a backend whose peers are gone may hang in its own end
             faulthandler.dump_traceback_later(PART_SECONDS, exit=True)
@@ -315,12 +326,14 @@ class Ranks:
         return error if found is None else _parting(found)
 
     @contextlib.contextmanager
-    def _timed(self, tensor: Tensor) -> Iterator[None]:
+    def _timed(self, kind: str, tensor: Tensor) -> Iterator[None]:
         """Notes how long a collective took, the wait for the last rank included. A recorded one can't be timed."""
-        if tensor.device.type != "cuda":
+        if not self._timing:
+            yield
+        elif tensor.device.type != "cuda":
             begun = time.perf_counter()
             yield
-            self._waited += time.perf_counter() - begun
+            self._seconds[kind] += time.perf_counter() - begun
         elif torch.cuda.is_current_stream_capturing():
             yield
         else:
@@ -328,7 +341,7 @@ class Ranks:
             start.record()
             yield
             end.record()
-            self._waits.append((start, end))
+            self._spans.append((kind, start, end))
 
 
 def _parting(found: Verdict) -> BaseException:

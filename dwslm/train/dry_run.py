@@ -115,8 +115,8 @@ def estimate(model: LanguageModel, optimizer: Optimizer, tokens: int) -> dict[st
 def activation_bytes(model: LanguageModel, shifted: bool) -> int:
     """Bytes a token of a micro-batch that the backward pass of a fused build has to keep.
 
-    The stream before each sublayer, every norm's output, projections, convolution and gate outputs, attention outputs, both
-    sides of the squared ReLU, and with attention residuals each reader's mix. What the fused kernels take apart is there twice:
+    The stream before each sublayer, every norm's output, projections, convolution and gate outputs, attention outputs, one side
+    of the squared ReLU, and with attention residuals each reader's mix. What the fused kernels take apart is there twice:
     a kernel's outputs are no views of its input. A CPU keeps several times that, since its delta rule spells out its chunks in
     float32. shifted: whether convolutions are in plain PyTorch.
     """
@@ -142,10 +142,8 @@ def activation_bytes(model: LanguageModel, shifted: bool) -> int:
         if mixer.value_embedding is not None:
             kept += values  # with the embedding
             per_token += 4 * values  # the embedding itself, float32
-        kept += 4 * s.width + s.mlp_hidden  # two norms, the stream twice, the hidden layer
-        if s.mlp_precision == "model":
-            kept += s.mlp_hidden  # its square
-        elif s.mlp_precision == "fp8_delayed":
+        kept += 4 * s.width + s.mlp_hidden  # two norms, the stream twice, the hidden layer or its squared ReLU
+        if s.mlp_precision == "fp8_delayed":
             kept -= s.width  # the norm's output: float8 stands for it
             per_token += s.mlp_hidden + s.width  # the square and the input, transposed float8
         kept += 2 * s.width if s.depth_block else 0

@@ -149,9 +149,9 @@ def test_each_part_can_be_turned_off():
     full = small_model().sizes()
     assert small_model(value_embeddings="none").sizes()["value tables"] == 0 < full["value tables"]
     assert small_model(depth_block=0).sizes()["rest"] < full["rest"]
-    assert small_model(base_depth=0).layers[0].factor == 1.0
-    assert small_model(layers=16, depth_block=8).layers[0].factor == 0.5
-    assert small_model(layers=4).layers[0].factor == 1.0
+    for factor, settings in ((1.0, {"base_depth": 0}), (0.5, {"layers": 16, "depth_block": 8}), (1.0, {"layers": 4})):
+        layer = small_model(**settings).layers[0]
+        assert layer.mixer.factor == layer.mlp.factor == factor
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@ import pytest
 import torch
 
 from dwslm.ops.mlp import PRECISIONS, new_peaks, remember, squared_relu_mlp
-from dwslm.ops.mlp.formats import PEAKS
+from dwslm.ops.mlp.formats import FP8_MAX, MARGIN, PEAKS
 from dwslm.ops.mlp.reference import squared_relu_mlp_reference
 from tests.ops.helpers import output_and_gradients, relative_error
 
 FP8 = ("fp8", "fp8_delayed")
+FACTORS = [1.0, 0.4]
 
 
 def draw() -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -14,31 +15,38 @@ def draw() -> tuple[list[torch.Tensor], torch.Tensor]:
     return [torch.randn(128, 64), torch.randn(256, 64) / 8, torch.randn(64, 256) / 16], torch.randn(128, 64)
 
 
-def layer(precision: str, device: str = "cpu"):
+def layer(precision: str, device: str = "cpu", factor: float = 1.0):
     """The layer as a function of x, up and down; delayed scales are those of the tensors at hand."""
     peaks = new_peaks(torch.device(device))
-    return lambda *x: squared_relu_mlp(*x, precision=precision, peaks=peaks)
+    return lambda *x: squared_relu_mlp(*x, precision=precision, peaks=peaks, factor=factor)
 
 
-def errors(precision: str, dtype: torch.dtype) -> list[float]:
+def reference(factor: float):
+    return lambda *x: squared_relu_mlp_reference(*x, factor=factor)
+
+
+def errors(precision: str, dtype: torch.dtype, factor: float = 1.0) -> list[float]:
     inputs, weight = draw()
-    got = output_and_gradients(layer(precision), [x.to(dtype) for x in inputs], weight.to(dtype))
-    want = output_and_gradients(squared_relu_mlp_reference, inputs, weight)
+    got = output_and_gradients(layer(precision, factor=factor), [x.to(dtype) for x in inputs], weight.to(dtype))
+    want = output_and_gradients(reference(factor), inputs, weight)
     return [relative_error(g, w) for g, w in zip(got, want, strict=True)]
 
 
-def test_float32_meets_the_reference():
-    assert max(errors("model", torch.float32)) < 1e-5
+@pytest.mark.parametrize("factor", FACTORS)
+def test_float32_meets_the_reference(factor):
+    assert max(errors("model", torch.float32, factor)) < 1e-5
 
 
-def test_bfloat16_is_within_one_percent():
-    assert max(errors("model", torch.bfloat16)) < 0.01
+@pytest.mark.parametrize("factor", FACTORS)
+def test_bfloat16_is_within_one_percent(factor):
+    assert max(errors("model", torch.bfloat16, factor)) < 0.01
 
 
+@pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("precision", FP8)
-def test_fp8_is_within_its_bounds_and_is_really_fp8(precision, dtype):
-    out, *gradients = errors(precision, dtype)
+def test_fp8_is_within_its_bounds_and_is_really_fp8(precision, dtype, factor):
+    out, *gradients = errors(precision, dtype, factor)
     assert 0.01 < out < 0.08
     assert min(gradients) > 0.01 and max(gradients) < 0.10
 
@@ -52,14 +60,47 @@ def test_the_gradients_of_the_weights_see_no_rounding_of_their_own_with_scales_p
     assert relative_error(ddown, weight.T @ hidden) < 0.06
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_factor_by_hand(precision, dtype):
+    """x, dy of ones and up of one's diagonal: h = 1, da = 2 f, dh = 4 f. All are powers of two, which every format here holds."""
+    one, eye, factor = torch.ones(16, 16, dtype=dtype), torch.eye(16, dtype=dtype), 0.4
+    peaks = torch.full((6,), FP8_MAX / MARGIN / 64, requires_grad=True)  # scales of 1/64
+    y, dx, dup, ddown = output_and_gradients(
+        lambda *x: squared_relu_mlp(*x, precision=precision, peaks=peaks, factor=factor), [one, eye, 2 * eye], one
+    )
+    exact = 1e-6 if dtype == torch.float32 else 2**-8
+    for value, want in (
+        (y, 2 * factor * one),
+        (dx, 4 * factor * one),
+        (dup, 64 * factor * one),
+        (ddown, 16 * factor * one),
+    ):
+        assert value.dtype == dtype and torch.allclose(value.float(), want.float(), rtol=exact, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_factor_rounds_nothing_of_its_own(precision, dtype):
+    """A power of two is what a multiplication afterwards gives, to the bit: of the output, and of all gradients."""
+    inputs, weight = draw()
+    inputs = [x.to(dtype) for x in inputs]
+    plain = output_and_gradients(layer(precision), inputs, weight.to(dtype))
+    for got, want in zip(
+        output_and_gradients(layer(precision, factor=0.25), inputs, weight.to(dtype)), plain, strict=True
+    ):
+        assert torch.equal(got, 0.25 * want)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_traced_in_one_graph_with_its_gradients(precision):
     """The compiler's front half; what is behind it changes no operator."""
     inputs, weight = draw()
     torch._dynamo.reset()
-    traced = torch.compile(layer(precision), fullgraph=True, dynamic=False, backend="aot_eager")
+    f = layer(precision, factor=0.4)
+    traced = torch.compile(f, fullgraph=True, dynamic=False, backend="aot_eager")
     got = output_and_gradients(traced, inputs, weight)
-    want = output_and_gradients(layer(precision), inputs, weight)
+    want = output_and_gradients(f, inputs, weight)
     assert max(relative_error(g, w) for g, w in zip(got, want, strict=True)) < 1e-6
 
 
@@ -92,6 +133,16 @@ def test_peaks_are_those_of_the_micro_batch_before(compiled):
     assert found["a"] == pytest.approx(hidden.square().max().item(), rel=0.15)
     assert found["dh"] == pytest.approx((dy @ down * 2 * hidden).abs().max().item(), rel=0.15)
     assert peaks.grad is None
+
+
+def test_peaks_do_not_see_the_factor():
+    (x, up, down), dy = draw()
+    seen = []
+    for factor in (1.0, 0.4):
+        peaks = new_peaks()
+        squared_relu_mlp(x.requires_grad_(), up, down, "fp8_delayed", peaks, factor).backward(dy)
+        seen.append(peaks.grad)
+    assert torch.equal(*seen)
 
 
 def test_a_peak_that_grows_saturates_once_and_has_room_the_next_time():
@@ -141,16 +192,18 @@ def test_a_layer_that_saw_no_backward_pass_is_named():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_on_a_gpu_within_its_bounds_called_and_compiled(precision):
+def test_on_a_gpu_within_its_bounds_called_and_compiled(precision, factor):
     torch.manual_seed(0)
     sizes = [(4096, 512), (2048, 512), (512, 2048), (4096, 512)]
     *inputs, weight = (
         torch.randn(*size, device="cuda") / size[1] ** (0.5 * (0 < i < 3)) for i, size in enumerate(sizes)
     )
-    want = output_and_gradients(squared_relu_mlp_reference, inputs, weight)
+    want = output_and_gradients(reference(factor), inputs, weight)
     half = [x.bfloat16() for x in inputs]
-    for f in (layer(precision, "cuda"), torch.compile(layer(precision, "cuda"), fullgraph=True, dynamic=False)):
+    own = [layer(precision, "cuda", factor) for _ in range(2)]
+    for f in (own[0], torch.compile(own[1], fullgraph=True, dynamic=False)):
         got = output_and_gradients(f, half, weight.bfloat16())
         out, *gradients = (relative_error(g, w) for g, w in zip(got, want, strict=True))
         assert out < (0.08 if precision in FP8 else 0.01) and max(gradients) < (0.10 if precision in FP8 else 0.01)

@@ -12,6 +12,16 @@ def test_rows_are_scaled_apart():
     assert values.tolist() == [[224.0, -448.0], [448.0, 4.5], [0.0, 0.0]]  # 4.48 lies between 4 and 4.5
 
 
+def test_scales_come_times_the_factor_and_values_without_it():
+    x, peaks = torch.tensor([[1.0, -2.0], [0.5, 4.0]]), torch.tensor([4.0])
+    for got, plain in (
+        (quantize.rows(x, False, 0.25), quantize.rows(x, False)),
+        (quantize.both(x, None, False, peaks, 0, 0.25)[::2], quantize.both(x, None, False, peaks, 0)[::2]),
+    ):
+        assert torch.equal(got[0].float(), plain[0].float()) and torch.equal(got[1], plain[1] / 4)
+    assert quantize.both(x, None, True, peaks, 0, 0.25)[3].item() == 16.0  # peaks neither
+
+
 def test_the_value_that_is_rounded_is_the_squared_relu_or_its_gradient():
     h, da = torch.tensor([[3.0, -1.0, 0.5]]), torch.tensor([[1.0, 5.0, -2.0]])
     assert quantize.value(h, square=True).tolist() == [[9.0, 0.0, 0.25]]
@@ -56,6 +66,8 @@ def test_kernels_give_the_bits_of_the_formulas(shape):
         (quantize.rows, (x, True)),
         (quantize.rows_transposed, (x,)),
         (quantize.rows_gradient, (x, h)),
+        (quantize.rows, (x, True, 0.4)),
+        (quantize.both, (x, h, False, known, 1, 0.4)),
         *(
             (quantize.both, (*value, known, i))
             for value in ((x, None, False), (h, None, True), (x, h, False))

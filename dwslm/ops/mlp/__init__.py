@@ -21,9 +21,14 @@ def misfit(
 
 
 def squared_relu_mlp(
-    x: Tensor, up: Tensor, down: Tensor, precision: str = "model", peaks: Tensor | None = None
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    precision: str = "model",
+    peaks: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
-    """The layer over T tokens.
+    """The layer over T tokens, times `factor`.
 
     Args:
         x: [T, width].
@@ -32,6 +37,8 @@ def squared_relu_mlp(
             float8_e4m3 with one scale per row, `fp8_delayed` all six with one scale per tensor, from the micro-batch before.
             Both need width, hidden and T to be multiples of 16.
         peaks: state of `fp8_delayed`, see `new_peaks`. It is read; `remember` writes it after the backward pass.
+        factor: what the output is multiplied by, inside the products of either pass: it costs nothing and rounds nothing. Peaks
+            are those of the tensors as they are rounded: a, dy as it comes in, and dh before the factor.
 
     Returns:
         [T, width] in x's dtype.
@@ -41,4 +48,4 @@ def squared_relu_mlp(
     """
     if precision not in PRECISIONS:
         raise ValueError(f"unknown MLP precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
-    return PRECISIONS[precision](x, up, down, peaks)
+    return PRECISIONS[precision](x, up, down, peaks, factor)

@@ -7,6 +7,10 @@ in the compute dtype: a row of theirs runs over all tokens, so a scale per row w
 and transpose it while it is read, so all six products run in FP8.
 
 In neither recipe does relu(h)^2 meet memory unrounded forward, and h, in the compute dtype, is all that backward needs of it.
+
+The layer's factor is in a scale of one operand of each product that it belongs to, or in the alpha of a product in the compute
+dtype. `rows`: in those of relu(h)^2 and dy, and in the product for down's gradient. `delayed`: in that of relu(h)^2, which takes
+it into the output and down's gradient, and in that of dh, which takes it into the gradients of x and up.
 """
 
 import torch
@@ -16,6 +20,7 @@ from torch.nn.functional import ScalingType
 
 from dwslm.ops.mlp import quantize
 from dwslm.ops.mlp.formats import PEAKS
+from dwslm.ops.scaled_product import scaled_matmul
 
 X, UP, DOWN, A, DY, DH = range(len(PEAKS))
 
@@ -38,53 +43,55 @@ def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
     return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
 
 
-def rows_forward(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+def rows_forward(x: Tensor, up: Tensor, down: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """Output [T, width] and h [T, hidden] with a scale per row."""
     h = product(*quantize.rows(x, False), *quantize.rows(up, False), x.dtype, True)
-    return product(*quantize.rows(h, True), *quantize.rows(down, False), x.dtype, True), h
+    return product(*quantize.rows(h, True, factor), *quantize.rows(down, False), x.dtype, True), h
 
 
 class Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, up: Tensor, down: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        y, h = rows_forward(x, up, down)
+    def forward(ctx, x: Tensor, up: Tensor, down: Tensor, factor: float) -> Tensor:  # type: ignore[no-untyped-def]
+        y, h = rows_forward(x, up, down, factor)
+        ctx.factor = factor
         ctx.save_for_backward(x, h, up, down)
         return y
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
         x, h, up, down = ctx.saved_tensors
         dy = dy.contiguous()
-        da = product(*quantize.rows(dy, False), *quantize.rows_transposed(down), x.dtype, True)
+        da = product(*quantize.rows(dy, False, ctx.factor), *quantize.rows_transposed(down), x.dtype, True)
         dh, a, *dh_rows = quantize.rows_gradient(da, h)
         dx = product(*dh_rows, *quantize.rows_transposed(up), x.dtype, True)
-        return dx, dh.t() @ x, dy.t() @ a
+        return dx, dh.t() @ x, scaled_matmul(dy.t(), a, ctx.factor), None
 
 
 class Delayed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, up: Tensor, down: Tensor, peaks: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, x: Tensor, up: Tensor, down: Tensor, peaks: Tensor, factor: float) -> Tensor:  # type: ignore[no-untyped-def]
         x8, x8_t, x_scale, x_seen = quantize.both(x, None, False, peaks, X)
         up8, up8_t, up_scale, up_seen = quantize.both(up, None, False, peaks, UP)
         down8, down8_t, down_scale, down_seen = quantize.both(down, None, False, peaks, DOWN)
         h = product(x8, x_scale, up8, up_scale, x.dtype, True)
-        a8, a8_t, a_scale, a_seen = quantize.both(h, None, True, peaks, A)
+        a8, a8_t, a_scale, a_seen = quantize.both(h, None, True, peaks, A, factor)
         y = product(a8, a_scale, down8, down_scale, x.dtype, True)
         scales, seen = (x_scale, up_scale, down_scale, a_scale), (x_seen, up_seen, down_seen, a_seen)
         ctx.save_for_backward(h, x8_t, up8_t, down8_t, a8_t, peaks, *scales, *seen)
+        ctx.factor = factor
         return y
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
         h, x8_t, up8_t, down8_t, a8_t, peaks, x_scale, up_scale, down_scale, a_scale, *seen = ctx.saved_tensors
         dy8, dy8_t, dy_scale, dy_seen = quantize.both(dy.contiguous(), None, False, peaks, DY)
         da = product(dy8, dy_scale, down8_t, down_scale, h.dtype, True)
-        dh8, dh8_t, dh_scale, dh_seen = quantize.both(da, h, False, peaks, DH)
+        dh8, dh8_t, dh_scale, dh_seen = quantize.both(da, h, False, peaks, DH, ctx.factor)
         # A sum over all tokens of the micro-batch is too long for short registers.
         ddown = product(dy8_t, dy_scale, a8_t, a_scale, dy.dtype, False)
         dup = product(dh8_t, dh_scale, x8_t, x_scale, dy.dtype, False)
         dx = product(dh8, dh_scale, up8_t, up_scale, dy.dtype, True)
-        return dx, dup, ddown, quantize.largest([*seen, dy_seen, dh_seen])
+        return dx, dup, ddown, quantize.largest([*seen, dy_seen, dh_seen]), None
 
 
 def misfit(device: torch.device, dtype: torch.dtype, tokens: int, width: int, hidden: int) -> str | None:
@@ -108,20 +115,20 @@ def check(x: Tensor, up: Tensor) -> None:
         raise ValueError(reason)
 
 
-def fp8_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None) -> Tensor:
+def fp8_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None, factor: float) -> Tensor:
     """`squared_relu_mlp` with one scale per row; `peaks` is not used."""
     check(x, up)
-    return Rows.apply(x.contiguous(), up, down)
+    return Rows.apply(x.contiguous(), up, down, factor)
 
 
-def fp8_delayed_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None) -> Tensor:
+def fp8_delayed_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None, factor: float) -> Tensor:
     """`squared_relu_mlp` with delayed scales. Without gradients it takes one scale per row instead.
 
     A score must not move the state of training, nor depend on it or on what else is in the batch.
     """
     check(x, up)
     if not torch.is_grad_enabled():
-        return rows_forward(x.contiguous(), up, down)[0]
+        return rows_forward(x.contiguous(), up, down, factor)[0]
     if peaks is None:
         raise ValueError("MLP precision 'fp8_delayed' keeps the peaks of its tensors: give it `new_peaks()`")
-    return Delayed.apply(x.contiguous(), up, down, peaks)
+    return Delayed.apply(x.contiguous(), up, down, peaks, factor)

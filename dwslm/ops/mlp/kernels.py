@@ -6,7 +6,7 @@ All are bound by memory. Bytes at T = 65,536, width 1,024, hidden 4,096, and the
     rows of relu(h)^2         805 MB   0.192 ms      both of a      1,074 MB   0.256 ms
     rows_gradient           2,416 MB   0.575 ms      both of dh     1,611 MB   0.384 ms
 
-A weight is 17 MB both ways, 0.004 ms. Instructions leave room: 15, 17 and 21 a value in `both` of x, a and dh, where memory
+A weight is 17 MB both ways, 0.004 ms. Instructions leave room: 11, 13 and 16 a value in `both` of x, a and dh, where memory
 leaves time for 27, 27 and 41. The same input gives the same bits: nothing is added atomically, and a largest value has no order.
 """
 
@@ -28,6 +28,36 @@ ROUND_FOUR = tl.constexpr("""{
     cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
     mov.b32 $0, {low, high};
 }""")
+ROUND_SIXTEEN = tl.constexpr("""{
+    .reg .b16 low, high;
+    .reg .b32 a, b, c, d, ab, cd, ab_high, cd_high;
+    cvt.rn.satfinite.e4m3x2.f32 low, $9, $8;
+    cvt.rn.satfinite.e4m3x2.f32 high, $11, $10;
+    mov.b32 a, {low, high};
+    cvt.rn.satfinite.e4m3x2.f32 low, $13, $12;
+    cvt.rn.satfinite.e4m3x2.f32 high, $15, $14;
+    mov.b32 b, {low, high};
+    cvt.rn.satfinite.e4m3x2.f32 low, $17, $16;
+    cvt.rn.satfinite.e4m3x2.f32 high, $19, $18;
+    mov.b32 c, {low, high};
+    cvt.rn.satfinite.e4m3x2.f32 low, $21, $20;
+    cvt.rn.satfinite.e4m3x2.f32 high, $23, $22;
+    mov.b32 d, {low, high};
+    prmt.b32 ab, a, b, 0x5140;
+    prmt.b32 cd, c, d, 0x5140;
+    prmt.b32 ab_high, a, b, 0x7362;
+    prmt.b32 cd_high, c, d, 0x7362;
+    mov.b32 $0, a;
+    mov.b32 $1, b;
+    mov.b32 $2, c;
+    mov.b32 $3, d;
+    prmt.b32 $4, ab, cd, 0x5410;
+    prmt.b32 $5, ab, cd, 0x7632;
+    prmt.b32 $6, ab_high, cd_high, 0x5410;
+    prmt.b32 $7, ab_high, cd_high, 0x7632;
+}""")
+SIXTEEN = tl.constexpr(",".join(["=r"] * 8 + ["f"] * 16))
+ROUNDED = tl.constexpr((tl.int8, tl.int8, tl.int8, tl.int8, tl.int32))
 KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 ROW_ELEMENTS = 4096  # of a program of `rows`: several rows where they are short
@@ -36,6 +66,7 @@ GRADIENT_WARPS = 16
 COLUMNS = 16  # of a program of `rows_transposed`: 32 bytes of a row, the least that memory hands out
 COLUMN_ROWS = 512
 BOTH_WARPS = 16
+LOADED = tl.constexpr("evict_first")  # `both` reads nothing twice: let the cache hold its writes until they fill pages
 FIRST_SCALE_BLOCK = 16384
 
 
@@ -45,23 +76,14 @@ def _relu(x):
 
 
 @triton.jit
-def _load(x, at, mask):
-    """`mask` None loads everything."""
-    if mask is None:
-        return tl.load(x + at)
-    else:
-        return tl.load(x + at, mask=mask, other=0.0)
-
-
-@triton.jit
-def _value(x, h, at, mask, SQUARE: tl.constexpr, GRADIENT: tl.constexpr):
+def _value(v, h, SQUARE: tl.constexpr, GRADIENT: tl.constexpr):
     """What is rounded, float32."""
-    v = _load(x, at, mask).to(tl.float32)
+    v = v.to(tl.float32)
     if SQUARE:
         v = _relu(v)
         v = v * v
     if GRADIENT:
-        v = v * (2.0 * _relu(_load(h, at, mask).to(tl.float32)))
+        v = v * (2.0 * _relu(h.to(tl.float32)))
     return v
 
 
@@ -76,30 +98,39 @@ def _round(scaled):
 
 
 @triton.jit
-def _round_four(a, b, c, d):
-    """The four rounded as one int32, a in its lowest byte."""
+def _round_four_rows(a, b, c, d):
+    """Four rows rounded, and as int32 words: a byte of each, that of a lowest. Four columns at once are a 4 x 4 transposition."""
     if INTERPRETED:
-        low = _byte(a) | (_byte(b) << 8)
-        return low | (_byte(c) << 16) | (_byte(d) << 24)
+        a, b, c, d = _round(a), _round(b), _round(c), _round(d)
+        return a, b, c, d, _byte(a) | (_byte(b) << 8) | (_byte(c) << 16) | (_byte(d) << 24)
     else:
-        return tl.inline_asm_elementwise(ROUND_FOUR, "=r,f,f,f,f", [a, b, c, d], tl.int32, is_pure=True, pack=1)
+        a, b, c, d, words = tl.inline_asm_elementwise(
+            ROUND_SIXTEEN, SIXTEEN, [a, b, c, d], ROUNDED, is_pure=True, pack=4
+        )
+        return _float8(a), _float8(b), _float8(c), _float8(d), words
 
 
 @triton.jit
-def _byte(scaled):
-    return _round(scaled).to(tl.uint8, bitcast=True).to(tl.int32)
+def _byte(rounded):
+    return rounded.to(tl.uint8, bitcast=True).to(tl.int32)
 
 
 @triton.jit
-def _fp8_rows_kernel(x, q, scales, rows, columns, SQUARE: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
+def _float8(byte):
+    return byte.to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _fp8_rows_kernel(x, q, scales, rows, columns, factor, SQUARE: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.arange(0, K)
     at = row.to(tl.int64)[:, None] * columns + column[None, :]
     mask = (row < rows)[:, None] & (column < columns)[None, :]
-    v = _value(x, x, at, mask, SQUARE, False)
+    v = tl.load(x + at, mask=mask, other=0.0)
+    v = _value(v, v, SQUARE, False)
     scale = tl.maximum(tl.max(tl.abs(v), axis=1), TINY) * TO_SCALE
     tl.store(q + at, _round(v * tl.div_rn(1.0, scale)[:, None]), mask=mask)
-    tl.store(scales + row, scale, mask=row < rows)
+    tl.store(scales + row, scale * factor, mask=row < rows)
 
 
 @triton.jit
@@ -140,56 +171,77 @@ def _fp8_rows_transposed_kernel(x, q, scales, rows, columns, C: tl.constexpr, R:
 
 @triton.jit
 def _fp8_scale_kernel(
-    x, h, seen, scale, count, INDEX: tl.constexpr, SQUARE: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, h, seen, scale, inverse, factor, count,
+    INDEX: tl.constexpr, SQUARE: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program, which reads one number: only where none was ever seen does it go through the tensor, once a run."""
     peak = tl.load(seen + INDEX)
     if not (peak > 0.0):
         peaks = tl.zeros([BLOCK], dtype=tl.float32)
         for start in range(0, count, BLOCK):
             at = start + tl.arange(0, BLOCK).to(tl.int64)
-            peaks = tl.maximum(peaks, tl.abs(_value(x, h, at, at < count, SQUARE, GRADIENT)))
+            v = tl.load(x + at, mask=at < count, other=0.0)
+            of = tl.load(h + at, mask=at < count, other=0.0) if GRADIENT else v
+            peaks = tl.maximum(peaks, tl.abs(_value(v, of, SQUARE, GRADIENT)))
         peak = tl.max(peaks, axis=0)
-    tl.store(scale, tl.maximum(peak, TINY) * DELAYED_TO_SCALE)
+    one = tl.maximum(peak, TINY) * DELAYED_TO_SCALE
+    tl.store(inverse, tl.div_rn(1.0, one))
+    tl.store(scale, one * factor)
 
 
 @triton.jit
-def _fp8_both_quarter(x, h, q, at, mask, inverse, SQUARE: tl.constexpr, GRADIENT: tl.constexpr):
-    """Every fourth row of a tile: rounded and written, and given back as it is before rounding, with its magnitudes."""
-    v = _value(x, h, at, mask, SQUARE, GRADIENT)
-    size = tl.abs(v)
-    scaled = tl.where(size < float("inf"), v * inverse, float("nan"))
-    tl.store(q + at, _round(scaled), mask=mask)
-    return scaled, size
+def _load_rows(x, at, step, mask):
+    """Four tensors: every fourth row of a tile from its first, second, third and fourth on. `mask` None loads everything."""
+    if mask is None:
+        a, b = tl.load(x + at, eviction_policy=LOADED), tl.load(x + step + at, eviction_policy=LOADED)
+        c, d = tl.load(x + 2 * step + at, eviction_policy=LOADED), tl.load(x + 3 * step + at, eviction_policy=LOADED)
+    else:
+        a, b = tl.load(x + at, mask=mask, other=0.0), tl.load(x + step + at, mask=mask, other=0.0)
+        c, d = tl.load(x + 2 * step + at, mask=mask, other=0.0), tl.load(x + 3 * step + at, mask=mask, other=0.0)
+    return a, b, c, d
+
+
+@triton.jit
+def _scaled(v, inverse):
+    """v * inverse, and NaN where v is not finite: the product with 0 is 0 or NaN, in one instruction less than a comparison."""
+    return tl.fma(v, inverse, v * 0.0)
 
 
 @triton.jit
 def _fp8_both_kernel(
-    x, h, scale, q, q_t, seen, rows, columns, words,
+    x, h, inverse, q, q_t, seen, rows, columns, words,
     SQUARE: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """q_t as int32 [columns, rows / 4]: four rows of a column are one word, so the transposition moves words and not bytes."""
+    """q_t as int32 [columns, rows / 4]: four rows of a column are one word, so the transposition moves words and not bytes.
+
+    All that a tile reads is asked for before anything is written: no read may pass a write that could be to the same place, and
+    one after the other the reads of two programs would not fill the memory's latency.
+    """
     # Columns go first: programs that run together read whole rows.
-    wide = tl.cdiv(columns, C)
-    tile = tl.program_id(0)
-    first_row, first_column = (tile // wide).to(tl.int64) * R, (tile % wide).to(tl.int64) * C
+    first_row, first_column = tl.program_id(1).to(tl.int64) * R, tl.program_id(0).to(tl.int64) * C
     four, column = tl.arange(0, R // 4), tl.arange(0, C)
     start, step = first_row * columns + first_column, columns.to(tl.int64)
     at = four[:, None] * (4 * columns) + column[None, :]
     inside = None if EVEN else (first_row + 4 * four < rows)[:, None] & (first_column + column < columns)[None, :]
-    inverse = tl.div_rn(1.0, tl.load(scale))
-    x, h, q = x + start, h + start, q + start
-    a, size_a = _fp8_both_quarter(x, h, q, at, inside, inverse, SQUARE, GRADIENT)
-    x, h, q = x + step, h + step, q + step
-    b, size_b = _fp8_both_quarter(x, h, q, at, inside, inverse, SQUARE, GRADIENT)
-    x, h, q = x + step, h + step, q + step
-    c, size_c = _fp8_both_quarter(x, h, q, at, inside, inverse, SQUARE, GRADIENT)
-    x, h, q = x + step, h + step, q + step
-    d, size_d = _fp8_both_quarter(x, h, q, at, inside, inverse, SQUARE, GRADIENT)
+    a, b, c, d = _load_rows(x + start, at, step, inside)
+    if GRADIENT:
+        of_a, of_b, of_c, of_d = _load_rows(h + start, at, step, inside)
+    else:
+        of_a, of_b, of_c, of_d = a, b, c, d
+    a, b = _value(a, of_a, SQUARE, GRADIENT), _value(b, of_b, SQUARE, GRADIENT)
+    c, d = _value(c, of_c, SQUARE, GRADIENT), _value(d, of_d, SQUARE, GRADIENT)
+    size = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+    by = tl.load(inverse)
+    a, b, c, d, word = _round_four_rows(_scaled(a, by), _scaled(b, by), _scaled(c, by), _scaled(d, by))
+    q += start
+    tl.store(q + at, a, mask=inside)
+    tl.store(q + step + at, b, mask=inside)
+    tl.store(q + 2 * step + at, c, mask=inside)
+    tl.store(q + 3 * step + at, d, mask=inside)
     at_t = column[:, None] * words + four[None, :]
     inside_t = None if EVEN else (first_column + column < columns)[:, None] & (first_row + 4 * four < rows)[None, :]
-    tl.store(q_t + first_column * words + first_row // 4 + at_t, tl.trans(_round_four(a, b, c, d)), mask=inside_t)
-    size = tl.maximum(tl.maximum(size_a, size_b), tl.maximum(size_c, size_d))
+    tl.store(q_t + first_column * words + first_row // 4 + at_t, tl.trans(word), mask=inside_t)
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     tl.store(seen + tile, tl.max(tl.max(size, axis=1), axis=0))
 
 
@@ -215,11 +267,12 @@ def _fp8_largest_kernel(p0, p1, p2, p3, p4, p5, n0, n1, n2, n3, n4, n5, out, BLO
     tl.store(out + which, tl.max(peaks, axis=0))
 
 
-def rows(x: Tensor, square: bool) -> tuple[Tensor, Tensor]:
+def rows(x: Tensor, square: bool, factor: float) -> tuple[Tensor, Tensor]:
     q, scales = quantize.empty_rows(x, square)
     k = triton.next_power_of_2(x.shape[1])
     r = max(1, ROW_ELEMENTS // k)
-    _fp8_rows_kernel[(triton.cdiv(len(x), r),)](x, q, scales, *x.shape, SQUARE=square, R=r, K=k, num_warps=ROW_WARPS)
+    grid = (triton.cdiv(len(x), r),)
+    _fp8_rows_kernel[grid](x, q, scales, *x.shape, factor, SQUARE=square, R=r, K=k, num_warps=ROW_WARPS)
     return q, scales
 
 
@@ -237,16 +290,21 @@ def rows_gradient(da: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     return dh, a, q, scales
 
 
-def both(x: Tensor, h: Tensor | None, square: bool, peaks: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, q_t, scale, seen = quantize.empty_both(x, h, square, peaks, index)
+def both(
+    x: Tensor, h: Tensor | None, square: bool, peaks: Tensor, index: int, factor: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, q_t, scale, seen = quantize.empty_both(x, h, square, peaks, index, factor)
+    inverse = torch.empty_like(scale)
     value = {"SQUARE": square, "GRADIENT": h is not None}
     h = x if h is None else h
     block = FIRST_SCALE_BLOCK
-    _fp8_scale_kernel[(1,)](x, h, peaks, scale, x.numel(), INDEX=index, **value, BLOCK=block, num_warps=32)
+    _fp8_scale_kernel[(1,)](
+        x, h, peaks, scale, inverse, factor, x.numel(), INDEX=index, **value, BLOCK=block, num_warps=32
+    )
     r, c = quantize.TILE
     even = x.shape[0] % r == 0 and x.shape[1] % c == 0
-    grid = (quantize.tiles(x),)
-    arguments = x, h, scale, q, q_t.view(torch.int32), seen, *x.shape, len(x) // 4
+    grid = triton.cdiv(x.shape[1], c), triton.cdiv(x.shape[0], r)
+    arguments = x, h, inverse, q, q_t.view(torch.int32), seen, *x.shape, len(x) // 4
     _fp8_both_kernel[grid](*arguments, **value, EVEN=even, R=r, C=c, num_warps=BOTH_WARPS)
     return q, q_t, scale, seen
 

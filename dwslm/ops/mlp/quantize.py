@@ -21,13 +21,17 @@ def value(x: Tensor, h: Tensor | None = None, square: bool = False) -> Tensor:
 
 
 @torch.library.custom_op("dwslm::fp8_rows", mutates_args=())
-def rows(x: Tensor, square: bool) -> tuple[Tensor, Tensor]:
-    """[n, k] to float8 [n, k] and float32 scales [n, 1], each row's peak at the format's largest value."""
+def rows(x: Tensor, square: bool, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """[n, k] to float8 [n, k] and float32 scales [n, 1], each row's peak at the format's largest value.
+
+    The scales are given back times `factor`: values times scales are factor * [n, k].
+    """
     if x.is_cuda:
         from dwslm.ops.mlp import kernels  # Triton is there on GPU machines only
 
-        return kernels.rows(x, square)
-    return _by_rows(value(x, square=square))
+        return kernels.rows(x, square, factor)
+    rounded, scale = _by_rows(value(x, square=square))
+    return rounded, scale * factor
 
 
 @torch.library.custom_op("dwslm::fp8_rows_transposed", mutates_args=())
@@ -52,25 +56,28 @@ def rows_gradient(da: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 @torch.library.custom_op("dwslm::fp8_both", mutates_args=())
-def both(x: Tensor, h: Tensor | None, square: bool, peaks: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def both(
+    x: Tensor, h: Tensor | None, square: bool, peaks: Tensor, index: int, factor: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """[n, k] rounded with one scale, as it is and transposed, in one pass; n a multiple of 4.
 
     The scale makes room for 1.5 times `peaks[index]`, or where that is 0 times the peak of the tensor at hand. What is beyond it
     saturates; what is not finite becomes NaN.
 
     Returns:
-        float8 [n, k], float8 [k, n], float32 scale [1, 1], and float32 [tiles]: each tile's largest magnitude before rounding.
+        float8 [n, k], float8 [k, n], float32 [1, 1]: the scale times `factor`, and float32 [tiles]: each tile's largest magnitude
+        before rounding.
     """
     if x.is_cuda:
         from dwslm.ops.mlp import kernels
 
-        return kernels.both(x, h, square, peaks, index)
+        return kernels.both(x, h, square, peaks, index, factor)
     full = value(x, h, square)
     peak = full.abs().amax()
     scale = torch.where(peaks[index] > 0, peaks[index], peak).clamp(min=TINY).view(1, 1) * (MARGIN / FP8_MAX)
     scaled = (full * scale.reciprocal()).where(full.isfinite(), torch.nan)
     rounded = scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)
-    return rounded, rounded.t().contiguous(), scale, peak.view(1)
+    return rounded, rounded.t().contiguous(), scale * factor, peak.view(1)
 
 
 @torch.library.custom_op("dwslm::fp8_peaks", mutates_args=())
@@ -94,7 +101,7 @@ def tiles(x: Tensor) -> int:
 
 
 @rows.register_fake
-def empty_rows(x: Tensor, square: bool) -> tuple[Tensor, Tensor]:
+def empty_rows(x: Tensor, square: bool, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=FP8), x.new_empty(x.shape[0], 1, dtype=torch.float32)
 
 
@@ -110,7 +117,7 @@ def empty_rows_gradient(da: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 @both.register_fake
 def empty_both(
-    x: Tensor, h: Tensor | None, square: bool, peaks: Tensor, index: int
+    x: Tensor, h: Tensor | None, square: bool, peaks: Tensor, index: int, factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     count = tiles(x) if x.is_cuda else 1
     return (
