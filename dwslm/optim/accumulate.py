@@ -18,14 +18,16 @@ LISTED = 128
 
 
 @triton.jit
-def _addresses_kernel(tensors, table, COUNT: tl.constexpr):
+def _gradient_addresses_kernel(tensors, table, COUNT: tl.constexpr):
     """Where tensors lie, as integers on the device: arguments of a kernel are part of a recording, a copy is not."""
     for i in tl.static_range(COUNT):
         tl.store(table + i, tensors[i].to(tl.int64))
 
 
 @triton.jit
-def _add_kernel(addresses, pieces, sums, like, GRADIENTS: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr):
+def _gradient_add_kernel(
+    addresses, pieces, sums, like, GRADIENTS: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr
+):
     """GRADIENTS: bytes that all addresses are a multiple of; SUMS: elements that all places in `sums` are a multiple of."""
     piece = pieces + tl.program_id(0) * 4
     which, first, place, count = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
@@ -35,9 +37,12 @@ def _add_kernel(addresses, pieces, sums, like, GRADIENTS: tl.constexpr, SUMS: tl
         sums + tl.multiple_of(place, SUMS),
     )
     i = tl.arange(0, BLOCK)
-    inside = i < count
-    more = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(sums + i, tl.load(sums + i, mask=inside, other=0.0) + more, mask=inside)
+    if count == BLOCK:  # without a mask, which would have elements moved one by one
+        tl.store(sums + i, tl.load(sums + i) + tl.load(gradient + i).to(tl.float32))
+    else:
+        inside = i < count
+        more = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32)
+        tl.store(sums + i, tl.load(sums + i, mask=inside, other=0.0) + more, mask=inside)
 
 
 class Adder:
@@ -59,13 +64,18 @@ class Adder:
         self._addresses = torch.empty(len(places), dtype=torch.int64, device=sums.device)
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
-        """gradients: one a place, on the buffer's device, of as many elements."""
+        """gradients: one a place, on the buffer's device, of as many elements.
+
+        Raises ValueError for others: the kernel would read memory of somebody else.
+        """
+        if [gradient.numel() for gradient in gradients] != [size for _, size in self.places]:
+            raise ValueError("gradients to be added must be as many and as large as their places")
         dense = [gradient.contiguous() for gradient in gradients]
         for start in range(0, len(dense), LISTED):
             some = tuple(dense[start : start + LISTED])
-            _addresses_kernel[(1,)](some, self._addresses[start:], COUNT=len(some))
+            _gradient_addresses_kernel[(1,)](some, self._addresses[start:], COUNT=len(some))
         width = 16 if all(gradient.data_ptr() % 16 == 0 for gradient in dense) else dense[0].element_size()
-        _add_kernel[(len(self._pieces),)](
+        _gradient_add_kernel[(len(self._pieces),)](
             self._addresses, self._pieces, self.sums, dense[0],
             GRADIENTS=width, SUMS=self._multiple, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip

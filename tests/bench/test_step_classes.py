@@ -79,6 +79,8 @@ def test_products_of_the_loss_are_the_head_at_any_chunk():
         ("triton_red_fused_embedding_mean", "kernel", ["CompiledFunction"], "tables"),
         ("index_put", "kernel", ["aten::index_put_", BACKWARD.name], "tables"),
         ("multi_tensor_apply", "kernel", ["aten::_foreach_add_"], "copies"),
+        ("_gradient_add_kernel", "kernel", [], "copies"),
+        ("_gradient_addresses_kernel", "kernel", [], "copies"),
         ("Memcpy HtoD", "copy", ["cudaMemcpyAsync", "aten::copy_"], "copies"),
         ("Memset (Device)", "memset", [], "copies"),
         ("quantize_rows", "kernel", ["dwslm::fp8_quantize"], "quantisation"),

@@ -3,6 +3,7 @@ import torch
 
 from dwslm.ops.mlp import PRECISIONS, new_peaks, remember, squared_relu_mlp
 from dwslm.ops.mlp.formats import FP8_MAX, MARGIN, PEAKS
+from dwslm.ops.mlp.plain import SquaredRelu
 from dwslm.ops.mlp.reference import squared_relu_mlp_reference
 from tests.ops.helpers import output_and_gradients, relative_error
 
@@ -216,3 +217,14 @@ def test_bad_precision_and_bad_sizes_are_named():
     for precision in FP8:
         with pytest.raises(ValueError, match="multiples of 16, not 100 tokens"):
             squared_relu_mlp(x[:100], up, down, precision)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squared_relu_takes_its_derivative_from_its_value(dtype):
+    """relu(h)^2 and 2 relu(h) by hand; what is not a number stays so."""
+    h = torch.tensor([-2.0, -0.0, 0.0, 0.5, 3.0, torch.nan, torch.inf, -torch.inf], dtype=dtype, requires_grad=True)
+    a = SquaredRelu.apply(h)
+    (dh,) = torch.autograd.grad(a, h, torch.full_like(a, 2.0))
+    inf, nan = torch.inf, torch.nan
+    torch.testing.assert_close(a.float(), torch.tensor([0, 0, 0, 0.25, 9, nan, inf, 0]), equal_nan=True)
+    torch.testing.assert_close(dh.float(), torch.tensor([0, 0, 0, 2, 12, nan, inf, 0]), equal_nan=True)

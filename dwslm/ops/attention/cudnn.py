@@ -301,7 +301,7 @@ def _segments(cu_seqlens: Tensor, strides: Sequence[int]) -> list[Tensor]:
 
 
 def _by_segment(stats: Tensor, cu_seqlens: Tensor, context: int) -> Tensor:
-    """[T, heads] as [slots, heads, context]; behind a segment's end stands what nobody reads."""
+    """[T, heads] as [slots, heads, context]; behind a segment's end stands what is finite: it is read, and masked."""
     if stats.is_cuda:
         from dwslm.ops.attention.pad import by_segment  # Triton is there on GPU machines only
 

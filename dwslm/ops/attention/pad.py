@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 256
-"""Tokens of a program; no less than any tile of cuDNN's, so that what a tile reads behind a segment's end is `BEYOND`."""
+"""Tokens of a program. At least as many behind a segment's end are `BEYOND`: more than any tile of cuDNN's reads there."""
 BEYOND = tl.constexpr(1e30)
 """Stands behind a segment's end, where queries are masked: exp(score - this) is 0 whatever the score."""
 
@@ -16,7 +16,7 @@ def _pad_kernel(stats, cu_seqlens, padded, context, heads, HEADS: tl.constexpr, 
     slot, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     start = tl.load(cu_seqlens + slot).to(tl.int64)
     length = tl.load(cu_seqlens + slot + 1) - start
-    if first < length:
+    if (length > 0) & (first < length + BLOCK):
         t, h = first + tl.arange(0, BLOCK), tl.arange(0, HEADS)
         there = (t < length)[:, None] & (h < heads)[None, :]
         values = tl.load(stats + (start + t)[:, None] * heads + h[None, :], mask=there, other=BEYOND)
@@ -25,7 +25,8 @@ def _pad_kernel(stats, cu_seqlens, padded, context, heads, HEADS: tl.constexpr, 
 
 
 def by_segment(stats: Tensor, cu_seqlens: Tensor, context: int) -> Tensor:
-    """[T, heads] as float32 [slots, heads, context]; from one block behind a segment's end on, nothing is written.
+    """[T, heads] as float32 [slots, heads, context]. Nothing is written from two blocks behind a segment's end on, or for an
+    empty one.
 
     Args:
         stats: float32 [T, heads], contiguous.
