@@ -173,10 +173,13 @@ def values_and_gradients(
     return differentiate(case, own, run(own, segments), upstream)
 
 
-def draw_upstream(outputs: Sequence[Tensor], dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
-    """What the loss says of each output: normal numbers in `dtype`; 1 for a scalar, which is a loss itself."""
+def draw_upstream(outputs: Sequence[Tensor], dtype: torch.dtype | None, generator: torch.Generator) -> list[Tensor]:
+    """What the loss says of each output: normal numbers in `dtype`, None in the output's own, as a timed call must have them to
+    be without a cast; 1 for a scalar, which is a loss itself."""
     return [
-        torch.ones_like(y) if y.ndim == 0 else torch.randn(y.shape, device=y.device, generator=generator).to(dtype)
+        torch.ones_like(y)
+        if y.ndim == 0
+        else torch.randn(y.shape, device=y.device, generator=generator).to(dtype or y.dtype)
         for y in outputs
     ]
 

@@ -10,7 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dwslm.bench import attention, delta_rule, elementwise, gates, head, mlp, newton_schulz, optimizer_step, short_conv
+from dwslm.bench import (
+    attention,
+    delta_rule,
+    depth_mix,
+    elementwise,
+    gates,
+    head,
+    mlp,
+    newton_schulz,
+    optimizer_step,
+    short_conv,
+)
 from dwslm.bench.case import Case, Engine, Run, draw_upstream, leaves, values_and_gradients
 from dwslm.bench.figures import blank_row, fill_figures
 from dwslm.bench.gate import Truth, check, check_plain, check_size, make_truth
@@ -81,6 +92,7 @@ class Bench:
             *head.cases(*arguments, self.targets),
             *short_conv.cases(*arguments),
             *gates.cases(*arguments),
+            *depth_mix.cases(*arguments),
             *elementwise.norm_cases(*arguments),
             *elementwise.rope_cases(*arguments),
             *newton_schulz.cases(self.shape, self.device),
@@ -264,7 +276,7 @@ class Bench:
         sets += [
             leaves(case, case.draw(tokens, case.kinds[0], generator)) for _ in range(sets_needed(size, self.device) - 1)
         ]
-        upstream = [draw_upstream(run(own, seg), case.dtype, generator) for own in sets]
+        upstream = [draw_upstream(run(own, seg), None, generator) for own in sets]
         learnt = [[x for x in own if x.requires_grad] for own in sets]
 
         def forward(i: int) -> object:
@@ -312,7 +324,7 @@ class Bench:
         batches: list[Batch] = [
             (case.draw(tokens, case.kinds[0], generator), every[i % len(every)].cu_seqlens) for i in range(BATCHES)
         ]
-        upstream = draw_upstream(run(batches[0][0], every[0]), case.dtype, generator)
+        upstream = draw_upstream(run(batches[0][0], every[0]), None, generator)
 
         def step(inputs: Sequence[Tensor], cu_seqlens: Tensor) -> Values:
             return values_and_gradients(case, run, inputs, segments(cu_seqlens, tokens, context), upstream)

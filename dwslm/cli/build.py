@@ -1,18 +1,20 @@
 """What a run is made of, built and checked from its configuration."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from dwslm.cli.engines import engines
+from dwslm.cli.engines import PARTS, engines
 from dwslm.cli.plan_data import open_data, open_stream
 from dwslm.cli.ranks import rank_console
 from dwslm.config import RunConfig
 from dwslm.data.packing import RowStream
 from dwslm.data.shards import Dataset
-from dwslm.model.lm import LanguageModel
+from dwslm.model.lm import DTYPES, LanguageModel
+from dwslm.ops import mlp
 from dwslm.optim.optimizer import Optimizer
 from dwslm.train.checkpoint import Checkpoint
 from dwslm.train.device import set_numerics
@@ -22,6 +24,9 @@ from dwslm.train.micro_batch import SHARE, largest_that_fits
 from dwslm.train.plan import Plan, make_plan
 from dwslm.train.report import gigabytes
 from dwslm.train.settings import AUTO
+
+COUNTED_FUSED = ("attention", "delta rule")
+"""Parts whose plain form keeps several times what `dwslm.train.dry_run` counts for their kernels."""
 
 
 @dataclass
@@ -52,7 +57,11 @@ def build(config: RunConfig, lr: float | None, ranks: Ranks | None = None) -> Bu
         raise ValueError(f"train.record=true needs an NVIDIA GPU, and this run is on {device}: set train.record=null")
     packing = config.data.packing
     plan = make_plan(config.train, config.optim, config.checkpoint, packing.context, lr, packing.ladder, ranks.world)
-    found = engines(config.model, device, plan.micro_batch_tokens)
+    auto = config.train.micro_batch_tokens == AUTO
+    sizes = computable(config, plan, device) if auto else [plan.micro_batch_tokens]
+    found = engines(config.model, device, sizes[0])
+    if auto:
+        check_counted(config, device, found)
     train_set, valid_set = open_data(config, rank_console(ranks))
     stream = open_stream(config, plan, train_set, train_set.path)
     model = LanguageModel(config.model, train_set.vocab_size, config.train.seed).to(device)
@@ -65,33 +74,69 @@ def build(config: RunConfig, lr: float | None, ranks: Ranks | None = None) -> Bu
         extra=model.extra_state(),
         ranks=ranks if ranks.world > 1 else None,
     )
-    if config.train.micro_batch_tokens == AUTO:
+    if auto:
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-        plan = plan.with_micro_batch(micro_batch_of_all(plan, model, optimizer, memory, ranks))
+        plan = plan.with_micro_batch(micro_batch_of_all(sizes, model, optimizer, memory, ranks))
     return Built(plan, model, optimizer, stream, train_set, valid_set, found)
 
 
-def micro_batch_of_all(plan: Plan, model: LanguageModel, optimizer: Optimizer, memory: int | None, ranks: Ranks) -> int:
-    """What `auto` comes to: the smallest of the ranks' own choices, since each of them divides alike.
+def computable(config: RunConfig, plan: Plan, device: torch.device) -> list[int]:
+    """The plan's candidates in sizes that the MLP's precision takes, largest first; all of them where it takes none."""
+    m, sizes = config.model, plan.candidates()
+    fit = [n for n in sizes if not mlp.misfit(m.mlp_precision, device, DTYPES[m.dtype], n, m.width, m.mlp_hidden)]
+    return fit or sizes
 
-    memory: bytes of this rank's device, None for a CPU.
+
+def check_counted(config: RunConfig, device: torch.device, found: Mapping[str, str]) -> None:
+    """Refuses `auto` for a build on a GPU that is not the one whose memory is counted: compiled, with fused kernels.
+
+    found: part of the model -> its engine, as `engines` gives them.
 
     Raises:
-        ValueError: on every rank, where any of them has room for none.
+        ValueError: naming the setting.
+    """
+    if device.type != "cuda":
+        return
+    begin, number = (
+        "train.micro_batch_tokens=auto counts the memory of a",
+        "or give a number for train.micro_batch_tokens",
+    )
+    if not config.train.compile:
+        raise ValueError(f"{begin} compiled build, and train.compile is false: set train.compile=true, {number}")
+    for part in COUNTED_FUSED:
+        if found[part] == "torch":
+            setting = PARTS[part]
+            raise ValueError(
+                f"{begin} fused build, and model.{setting}={getattr(config.model, setting)} comes to plain torch here, which "
+                f"keeps several times as much: take another engine, {number}"
+            )
+
+
+def micro_batch_of_all(
+    sizes: Sequence[int], model: LanguageModel, optimizer: Optimizer, memory: int | None, ranks: Ranks
+) -> int:
+    """What `auto` comes to: the smallest of the ranks' own choices, since each of them divides alike.
+
+    sizes: candidates, largest first. memory: bytes of this rank's device, None for a CPU.
+
+    Raises:
+        ValueError: on every rank, where any of them has room for none; it tells of the one that lacks most.
     """
 
     def needed(tokens: int) -> int:
         return sum(estimate(model, optimizer, tokens).values())
 
-    sizes = plan.candidates()
-    own = np.zeros((2, ranks.world), np.int64)
-    own[:, ranks.rank] = largest_that_fits(sizes, needed, memory) or 0, memory or 0
-    chosen, memories = ranks.total(own)
+    least = sizes[-1]
+    own = np.zeros((3, ranks.world), np.int64)
+    own[:, ranks.rank] = largest_that_fits(sizes, needed, memory) or 0, memory or 0, needed(least)
+    chosen, memories, needs = ranks.total(own)
     if not chosen.all():
+        worst = int(np.where(chosen == 0, needs - SHARE * memories, -np.inf).argmax())
+        where = f" on rank {worst}" if ranks.world > 1 else ""
         raise ValueError(
-            f"train.micro_batch_tokens=auto finds none that fits: {sizes[-1]:,} tokens, the least that batch and contexts allow, "
-            f"need about {gigabytes(needed(sizes[-1]))}, more than {SHARE:.0%} of a GPU's {gigabytes(int(memories.min()))}; take "
-            "a smaller model or shorter rows, or give a number to try it all the same"
+            f"train.micro_batch_tokens=auto finds none that fits: {least:,} tokens, the least that batch and contexts allow, "
+            f"need about {gigabytes(int(needs[worst]))}{where}, more than {SHARE:.0%} of a GPU's "
+            f"{gigabytes(int(memories[worst]))}; take a smaller model or shorter rows, or give a number to try it all the same"
         )
     return int(chosen.min())
 

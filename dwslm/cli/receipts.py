@@ -43,7 +43,7 @@ def describe(config: RunConfig, built: Built, console: Console) -> None:
                 + (", deterministic" if config.train.deterministic else "")
                 + (", compiled" if config.train.compile else ""),
                 "engines": ", ".join(f"{part} {name}" for part, name in built.engines.items() if name != "not used"),
-                "residual factor": f"{built.model.layers[0].mlp.factor:g}",
+                "residual factor": f"{s.residual_factor:g}",
                 "data": f"{config.data.path}, {len(built.train):,} documents, held out {len(built.valid):,}",
             },
         )

@@ -17,7 +17,7 @@ MODELS = {
     ),
 }  # fmt: skip
 """What is other than in experiment=main. Heads stay 128 wide, an MLP four times the stream, one layer in four global."""
-RANKS = (8, 64, 512)
+RANKS = (1, 2, 4, 8, 64, 512)
 VOCAB = 32_768
 
 
@@ -33,7 +33,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--measured", metavar="FILE.json", help="what GPUs have shown (docs/scale.md says what it holds)"
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), metavar="N", help="default: 8 64 512")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=list(RANKS), metavar="N", help=f"default: {' '.join(map(str, RANKS))}"
+    )
     parser.add_argument(
         "--vocab", type=int, default=VOCAB, metavar="N", help="entries of the tokenizer; default %(default)s"
     )
@@ -78,6 +80,6 @@ def between_marks(path: Path, page: str, text: str) -> str:
     """The page with `text` between its marks; ValueError where they are not there once, in order."""
     before, found, rest = page.partition(BEGIN)
     _, ended, after = rest.partition(END)
-    if not found or not ended or BEGIN in rest or END in after:
-        raise ValueError(f"{path}: must hold {BEGIN} and {END} once each, on lines of their own")
+    if not found or not ended or END in before or BEGIN in rest or END in after:
+        raise ValueError(f"{path}: must hold {BEGIN} and then {END}, once each, on lines of their own")
     return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"

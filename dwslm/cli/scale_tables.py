@@ -5,21 +5,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dwslm.cli.data_mix import composed
+from dwslm.train.micro_batch import MOST_TOKENS, SHARE, candidates
 from dwslm.train.report import count
-from dwslm.train.scale import MICRO_BATCHES, Assumed, Dealt, Model, Paper, accumulated, largest_micro_batch
+from dwslm.train.scale import Assumed, Dealt, Model, Paper, largest_micro_batch
 from dwslm.train.scale_measured import read_measured
 
 MIB = 2**20
 MEMORIES = {"80 GB": 81_559 * MIB, "141 GB": 143_771 * MIB}
 """As the drivers of an H100 and an H200 report them."""
-SHARE = 0.9
-"""Of it that counted bytes may fill; the rest is for what nobody counts."""
 ROOM = "141 GB"
 """The GPU that times are for."""
 OWED = (
     "Times, and their check against runs on one and on two GPUs, are owed: no file of measurements was given "
     "(`dwslm scale --measured FILE.json`)."
 )
+UNEVEN, TOO_LARGE = "does not divide", "does not fit"
+"""Batches that cannot be dealt to the ranks in whole rows; models that leave no room for the smallest micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,12 @@ class Case:
     model: Model
     micro_batch_tokens: int
     batch_tokens: int
+    contexts: tuple[int, ...]
+    """Slots of a row, on each rung."""
+
+    def sizes(self, ranks: int) -> list[int]:
+        """Micro-batches that `ranks` may do its batch in, largest first: those that `train.micro_batch_tokens=auto` has."""
+        return candidates(self.batch_tokens, self.contexts, ranks)
 
 
 def document(models: Mapping[str, Sequence[str]], ranks: Sequence[int], vocab_size: int, measured: Path | None) -> str:
@@ -67,7 +74,9 @@ def case_of(name: str, settings: Sequence[str], vocab_size: int, exact: bool = F
         raise ValueError(
             f"settings of the measured model: train.micro_batch_tokens={size} must be the number that was run"
         )
-    return Case(name, model, size if isinstance(size, int) else MICRO_BATCHES[0], config.train.batch_tokens)
+    packing = config.data.packing
+    contexts = (packing.context, *(rung.context for rung in packing.ladder))
+    return Case(name, model, size if isinstance(size, int) else MOST_TOKENS, config.train.batch_tokens, contexts)
 
 
 def sizes_table(cases: Sequence[Case]) -> str:
@@ -103,8 +112,8 @@ def counted_tables(cases: Sequence[Case], ranks: Sequence[int]) -> list[str]:
             )
             state = max(share.state for share in dealt.shares)
             held = (2 * dealt.copies, dealt.buffer, state, dealt.held)
-            sizes = (largest_micro_batch(case.model, dealt, SHARE * memory) for memory in MEMORIES.values())
-            room = (f"{size:,}" if size else "does not fit" for size in sizes)
+            sizes = (size_or_reason(case, dealt, case.sizes(n), memory) for memory in MEMORIES.values())
+            room = (size if isinstance(size, str) else f"{size:,}" for size in sizes)
             holds.append((case.name, f"{n}", *(f"{size / 1e9:,.1f}" for size in held), *room))
     columns = (
         "model",
@@ -130,6 +139,14 @@ def counted_tables(cases: Sequence[Case], ranks: Sequence[int]) -> list[str]:
     ]
 
 
+def size_or_reason(case: Case, dealt: Dealt, sizes: Sequence[int], memory: float) -> int | str:
+    """The largest of `sizes` for a GPU of so many bytes, or why there is none."""
+    size = largest_micro_batch(case.model, dealt, sizes, SHARE * memory)
+    if size is not None:
+        return size
+    return TOO_LARGE if sizes or dealt.held > SHARE * memory else UNEVEN
+
+
 STEP = ("model", "GPUs", "batch", "micro-batches", "compute, ms", "lag, ms", "update, ms", "exchange, ms", "step, ms",
         "exposed", "tokens/s")  # fmt: skip
 
@@ -148,12 +165,12 @@ def within_table(cases: Sequence[Case], ranks: Sequence[int], paper: Paper) -> s
 
 
 def step_row(case: Case, dealt: Dealt, ranks: int, paper: Paper) -> tuple[str, ...]:
-    """A step with the largest micro-batch that fits, up to the model's own."""
-    size = largest_micro_batch(case.model, dealt, SHARE * MEMORIES[ROOM])
-    if size is None:
-        return (case.name, f"{ranks}", f"does not fit on {ROOM}", *[""] * (len(STEP) - 3))
-    size = min(size, case.micro_batch_tokens)
-    n = accumulated(ranks, size, case.batch_tokens)
+    """A step with the largest micro-batch that divides and fits, up to the model's own."""
+    sizes = [size for size in case.sizes(ranks) if size <= case.micro_batch_tokens]
+    size = size_or_reason(case, dealt, sizes, MEMORIES[ROOM])
+    if isinstance(size, str):
+        return (case.name, f"{ranks}", f"{size} on {ROOM}" if size == TOO_LARGE else size, *[""] * (len(STEP) - 3))
+    n = case.batch_tokens // (ranks * size)
     step = paper.step(case.model, dealt, ranks, size, n)
     ms = (step.compute, step.lag, step.update, step.exchange, step.seconds)
     return (
@@ -169,6 +186,8 @@ def step_row(case: Case, dealt: Dealt, ranks: int, paper: Paper) -> tuple[str, .
 
 def check_table(base: Case, paper: Paper) -> str:
     """What the formula gives for the measured runs, beside what they gave. ValueError for one that no plan allows."""
+    if not paper.measured.runs:
+        return "### Check\n\nOwed: the file of measurements holds no runs."
     rows: list[tuple[str, ...]] = []
     alone: tuple[float, float] | None = None
     for run in sorted(paper.measured.runs, key=lambda run: run.ranks):
@@ -178,7 +197,7 @@ def check_table(base: Case, paper: Paper) -> str:
                 f"micro-batches of {base.micro_batch_tokens:,}: settings or ranks are other"
             )
         dealt = Dealt(base.model, run.ranks)
-        n = accumulated(run.ranks, base.micro_batch_tokens, base.batch_tokens)
+        n = base.batch_tokens // (run.ranks * base.micro_batch_tokens)
         step = paper.step(base.model, dealt, run.ranks, base.micro_batch_tokens, n)
         speeds = step.tokens_per_second, run.tokens_per_second
         alone = speeds if run.ranks == 1 else alone

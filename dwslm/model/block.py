@@ -5,7 +5,7 @@ attention residuals:   h = depth_mix(embedding, finished blocks, partial sum);  
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from dwslm.model.rotary import Rotary
 from dwslm.ops.depth_mix import depth_mix, inverse_rms
 from dwslm.ops.segments import Segments
 
+if TYPE_CHECKING:
+    from dwslm.ops.depth_mix.fused import Closed, Partial
+
 
 class DepthQuery(nn.Module):
     """What one reader of the stream looks for: query and key gain, float32 [width]. A zero query averages its sources."""
@@ -28,7 +31,8 @@ class DepthQuery(nn.Module):
         self.gain = nn.Parameter(torch.empty(width))
 
 
-# Streams are values: `add` gives a new one. A compiler follows that exactly, which cannot be said of attributes that change.
+# Streams are values: `read` and `add` give a new one. A compiler follows that exactly, which cannot be said of attributes that
+# change.
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class PlainStream:
 
     x: Tensor
 
-    def read(self, query: DepthQuery | None, norm: Norm) -> Tensor:
-        return norm(self.x)
+    def read(self, query: DepthQuery | None, norm: Norm) -> tuple[Tensor, "PlainStream"]:
+        return norm(self.x), self
 
     def add(self, y: Tensor) -> "PlainStream":
         return PlainStream(self.x + y)
@@ -69,12 +73,12 @@ class DepthStream:
         blocks, inverse = (*self.blocks, block), (*self.inverse, inverse_rms(block, self.eps))
         return replace(self, blocks=blocks, inverse=inverse, partial=None)
 
-    def read(self, query: DepthQuery | None, norm: Norm) -> Tensor:
+    def read(self, query: DepthQuery | None, norm: Norm) -> tuple[Tensor, "DepthStream"]:
         assert query is not None
         sources, inverse = list(self.blocks), list(self.inverse)
         if self.partial is not None:
             sources, inverse = [*sources, self.partial], [*inverse, inverse_rms(self.partial, self.eps)]
-        return norm(depth_mix(sources, inverse, query.query, query.gain))
+        return norm(depth_mix(sources, inverse, query.query, query.gain)), self
 
     def add(self, y: Tensor) -> "DepthStream":
         total = y if self.partial is None else self.partial + y
@@ -83,46 +87,54 @@ class DepthStream:
 
 
 class Finished(NamedTuple):
-    """A block that is complete: its value [T, width], the number of its first reader, and what `close` gave out for them all."""
+    """A block that is complete: the number of its first reader, and what `close` gave out for them all."""
 
-    value: Tensor
     first: int
-    scores: Tensor
-    rows: list[Tensor]
-    pairs: list[Tensor]
+    closed: "Closed"
 
 
 @dataclass(frozen=True)
 class FusedDepthStream:
-    """`DepthStream` for the fused kernels, which want the keys of all readers beforehand: float32 [readers, width]."""
+    """`DepthStream` for the fused kernels, which want the keys of all readers beforehand: float32 [readers, width].
+
+    Attributes:
+        partial: the block in progress as the last reader saw it.
+        pending: output of the last sublayer, which the next reader adds to it, in the pass in which it reads.
+    """
 
     block_size: int
     eps: float
     keys: Tensor
     finished: tuple[Finished, ...] = ()
-    partial: Tensor | None = None
+    partial: "Partial | None" = None
+    pending: Tensor | None = None
     added: int = 0
 
     def with_block(self, block: Tensor) -> "FusedDepthStream":
-        from dwslm.ops.depth_mix.fused import close  # Triton is there on GPU machines only
+        return self._close(None, block)
 
-        one = Finished(block, self.added, *close(block, self.keys[self.added :], self.eps))
-        return replace(self, finished=(*self.finished, one), partial=None)
-
-    def read(self, query: DepthQuery | None, norm: Norm) -> Tensor:
-        from dwslm.ops.depth_mix.fused import read
+    def read(self, query: DepthQuery | None, norm: Norm) -> tuple[Tensor, "FusedDepthStream"]:
+        from dwslm.ops.depth_mix.fused import read  # Triton is there on GPU machines only
 
         # A reader's number is that of the sublayers before it.
         columns = [
-            (b.value, b.scores[i], b.rows[i], b.pairs[i]) for b in self.finished for i in (self.added - b.first,)
+            (b.value, b.scores[i], b.rows[i], b.pairs[i]) for first, b in self.finished for i in (self.added - first,)
         ]
         sources, scores, rows, pairs = (list(column) for column in zip(*columns, strict=True))
-        return read(sources, scores, rows, pairs, self.partial, self.keys[self.added], norm.gain, norm.eps)
+        key = self.keys[self.added]
+        x, partial = read(sources, scores, rows, pairs, self.partial, self.pending, key, norm.gain, norm.eps)
+        return x, replace(self, partial=partial, pending=None)
 
     def add(self, y: Tensor) -> "FusedDepthStream":
-        total = y if self.partial is None else self.partial + y
-        after = replace(self, partial=total, added=self.added + 1)
-        return after.with_block(total) if after.added % self.block_size == 0 else after
+        assert self.pending is None, "one reader between two additions"
+        after = replace(self, pending=y, added=self.added + 1)
+        return after._close(self.partial, y) if after.added % self.block_size == 0 else after
+
+    def _close(self, partial: "Partial | None", y: Tensor) -> "FusedDepthStream":
+        from dwslm.ops.depth_mix.fused import close
+
+        one = Finished(self.added, close(partial, y, self.keys[self.added :], self.eps))
+        return replace(self, finished=(*self.finished, one), partial=None, pending=None)
 
 
 Stream = PlainStream | DepthStream | FusedDepthStream
@@ -147,10 +159,10 @@ class Block(nn.Module):
 
     def forward(self, stream: Stream, tokens: Tensor, segments: Segments, rotary: Rotary) -> Stream:
         """Reads the stream twice and adds to it twice."""
-        x = stream.read(self.mixer_query, self.mixer_norm)
+        x, stream = stream.read(self.mixer_query, self.mixer_norm)
         if isinstance(self.mixer, Attention):
             y = self.mixer(x, tokens, segments, rotary)
         else:
             y = self.mixer(x, tokens, segments)
-        stream = stream.add(y)
-        return stream.add(self.mlp(stream.read(self.mlp_query, self.mlp_norm)))
+        x, stream = stream.add(y).read(self.mlp_query, self.mlp_norm)
+        return stream.add(self.mlp(x))

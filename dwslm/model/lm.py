@@ -167,6 +167,11 @@ class ModelSettings:
         depth_mix.check_name(self.depth_engine)
         loss_head.check_name(self.head_engine)
 
+    @property
+    def residual_factor(self) -> float:
+        """What sublayer outputs are multiplied by."""
+        return min(1.0, self.base_depth / self.layers) if self.base_depth else 1.0
+
     def kinds(self) -> list[str]:
         """Kind of every layer, first to last: "global", "kda", "gdn" or "window"."""
         return [self.local if k == "local" else k for k in self.pattern * (self.layers // len(self.pattern))]
@@ -194,7 +199,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.settings, self.vocab_size, self.width = settings, vocab_size, settings.width
         s, dtype = settings, DTYPES[settings.dtype]
-        factor = min(1.0, s.base_depth / s.layers) if s.base_depth else 1.0
+        factor = s.residual_factor
         self.embedding = Table(vocab_size, s.width, role="embedding")
         self.layers = nn.ModuleList()
         for layer, kind in enumerate(s.kinds()):
@@ -265,7 +270,7 @@ class LanguageModel(nn.Module):
             stream = DepthStream(s.depth_block, s.norm_eps).with_block(x)
         for layer in self.layers:
             stream = layer(stream, tokens, seg, rotary)
-        return stream.read(self.final_query, self.final_norm)
+        return stream.read(self.final_query, self.final_norm)[0]
 
     def depth_keys(self) -> Tensor:
         """Query times key gain of every reader of the attention residuals, in the order of reading: float32 [readers, width]."""

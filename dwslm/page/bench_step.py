@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,17 @@ from dwslm.runs.durable import from_json
 
 FORMAT, KIND = 1, "step"
 STATUSES = ("ok", "missing", "refused", "error", "skipped")
+DONE = ("ok", "missing", "refused")
+"""Statuses of rows that another call would not give more of."""
+OBJECTS = ("config", "work", "data", "start", "second_start", "profile", "peer", "ceilings")
+"""Fields of a row that are objects, or null."""
+TEXTS, KERNEL_FIELDS = ("kernel", "class"), ("kernel", "class", "ms", "count")
+CLASS_FIELDS = ("class", "ms", "ms_micro_batch", "share", "floor_ms", "floor_share")
+PEER_FIELDS = ("parameters", "attention", "compiled")
+
+ENDED = "ended before its time: what it had not reached is missing here."
+MISSING, COMMITS = "Missing here: ", "The pieces come from different commits: "
+"""Of notes that are found anew whenever files are joined."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,13 @@ class Build:
     status: str
     raw: Mapping[str, Any]
     commit: str
+    started: str = ""
+    """When its call began, as the file has it."""
+
+    @property
+    def key(self) -> tuple[str, tuple[str, ...]]:
+        """What is measured: rows with the same are measurements of the same."""
+        return self.name, tuple(sorted(words_of(self.raw)))
 
     def number(self, *names: str) -> float | None:
         """The number under these names, one in the other; None where there is none."""
@@ -49,17 +68,18 @@ class Build:
     @property
     def classes(self) -> list[Mapping[str, Any]]:
         profile = self.raw.get("profile")
-        return list(profile["classes"]) if isinstance(profile, Mapping) else []
+        return list(profile.get("classes") or []) if isinstance(profile, Mapping) else []
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Pieces of one device, joined."""
+    """Pieces of one device, joined. `stopped`: files of calls that were stopped, so that builds may be missing unnamed."""
 
     pieces: tuple[Mapping[str, Any], ...]
     paths: tuple[str, ...]
     builds: tuple[Build, ...]
     notes: tuple[str, ...]
+    stopped: tuple[str, ...] = ()
 
     @property
     def device(self) -> str:
@@ -83,9 +103,9 @@ class Steps:
             "commit": ", ".join(unique(str(piece.get("commit") or "unknown") for piece in self.pieces)),
             "started": self.pieces[0].get("started"),
             "seconds": sum(float(piece.get("seconds") or 0) for piece in self.pieces),
-            "complete": all(piece.get("complete") is not False for piece in self.pieces),
+            "complete": not self.stopped and all(build.status in DONE for build in self.builds),
             "overrides": shared(words_of(piece) for piece in self.pieces),
-            "builds": [dict(build.raw) | {"commit": build.commit} for build in self.builds],
+            "builds": [dict(build.raw) | {"commit": build.commit, "started": build.started} for build in self.builds],
             "notes": list(self.notes),
         }
 
@@ -117,7 +137,7 @@ def join(paths: Sequence[str | os.PathLike[str]]) -> Steps:
         ValueError: for a file of another kind, and for pieces of different devices or clock caps.
     """
     read_pieces = sorted(
-        ((str(path), read(path)) for path in paths), key=lambda piece: str(piece[1].get("started") or "")
+        ((str(path), read(path)) for path in paths), key=lambda piece: moment(str(piece[1].get("started") or ""))
     )
     if not read_pieces:
         raise ValueError("give at least one benchmark JSON")
@@ -130,35 +150,69 @@ def join(paths: Sequence[str | os.PathLike[str]]) -> Steps:
             )
         if cap != caps[0]:
             raise ValueError(f"{path}: clock cap {cap}, but {files[0]}: {caps[0]}; one page is one clock cap")
-    notes = [str(note) for piece in pieces for note in piece.get("notes") or []]
-    commits = unique(short_commit(str(piece.get("commit") or "unknown")) for piece in pieces)
-    if len(commits) > 1:
-        notes.append(f"The pieces come from different commits: {', '.join(commits)}. Compare them with care.")
-    notes += [
-        f"{path} ended before its time: what it had not reached is missing here."
-        for path, piece in zip(files, pieces, strict=True)
-        if piece.get("complete") is False
+    notes = [
+        str(note)
+        for piece in pieces
+        for note in piece.get("notes") or []
+        if not str(note).endswith(ENDED) and not str(note).startswith((COMMITS, MISSING))
     ]
     notes += _other_words(files, pieces)
     builds: dict[tuple[str, tuple[str, ...]], Build] = {}
-    for piece in pieces:
-        for row in piece["builds"]:
-            commit = str(row.get("commit") or piece.get("commit") or "unknown")
-            build = Build(str(row["name"]), str(row.get("status") or "error"), row, commit)
-            key = build.name, tuple(sorted(words_of(row)))
-            before = builds.get(key)
-            if before is not None and before.timed and not build.timed:
-                continue
-            if before is not None and before.timed:
-                notes.append(f"{build.name} stands in more than one piece; the later measurement is shown.")
-            builds[key] = build
-    return Steps(pieces, files, tuple(_told_apart(list(builds.values()))), tuple(dict.fromkeys(notes)))
+    for build in (build for piece in pieces for build in rows_of(piece)):
+        before = builds.get(build.key)
+        if before is not None and before.timed and build.timed and _measured(before) != _measured(build):
+            notes.append(f"{build.name} stands in more than one piece; the later measurement is shown.")
+        if before is None or (before.timed, moment(before.started)) <= (build.timed, moment(build.started)):
+            builds[build.key] = build
+    commits = unique(short_commit(build.commit) for build in builds.values())
+    if len(commits) > 1:
+        notes.append(f"{COMMITS}{', '.join(commits)}. Compare them with care.")
+    stopped = tuple(path for path, piece in zip(files, pieces, strict=True) if was_stopped(piece))
+    notes += [f"{path} {ENDED}" for path in stopped]
+    told = _told_apart(list(builds.values()))
+    if lacking := [f"{build.name} ({build.status})" for build in told if build.status not in DONE]:
+        notes.append(f"{MISSING}{', '.join(lacking)}.")
+    return Steps(pieces, files, tuple(told), tuple(dict.fromkeys(notes)), stopped)
+
+
+def _measured(build: Build) -> dict[str, Any]:
+    """The row alone, without what joining has written into it."""
+    return {name: value for name, value in build.raw.items() if name not in ("commit", "started")}
+
+
+def rows_of(piece: Mapping[str, Any]) -> list[Build]:
+    """Its builds; those of a piece that was joined itself have commit and start of their own."""
+    return [
+        Build(
+            str(row["name"]),
+            str(row.get("status") or "error"),
+            row,
+            str(row.get("commit") or piece.get("commit") or "unknown"),
+            str(row.get("started") or piece.get("started") or ""),
+        )
+        for row in piece["builds"]
+    ]
+
+
+def was_stopped(piece: Mapping[str, Any]) -> bool:
+    """Whether a call ended before it had reached all of its builds. Of those that broke or were left out there are rows."""
+    statuses = [row.get("status") for row in piece["builds"]]
+    return piece.get("complete") is False and (None in statuses or all(status in DONE for status in statuses))
+
+
+def moment(started: str) -> datetime:
+    """When that was; the first of all moments where it is no date. Without a zone it is taken for UTC's."""
+    try:
+        found = datetime.fromisoformat(started)
+    except ValueError:
+        return datetime.min.replace(tzinfo=UTC)
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 def words_of(row: Mapping[str, Any]) -> list[str]:
-    """The overrides of a row or a piece, of those for one setting the last, which is the one that holds."""
-    last = {str(word).partition("=")[0]: str(word) for word in row.get("overrides") or []}
-    return list(last.values())
+    """The overrides of a row or a piece, of those for one setting the last, which is the one that holds; without their plus."""
+    words = [str(word).lstrip("+") for word in row.get("overrides") or []]
+    return list({word.partition("=")[0]: word for word in words}.values())
 
 
 def shared(lists: Iterable[list[str]]) -> list[str]:
@@ -209,7 +263,42 @@ def read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     )
     if not sound or not isinstance(data.get("machine"), dict):
         raise ValueError(f"{path}: `builds` is no list of named builds, or `machine` no object")
+    check_words(data, f"{path}")
     for row in builds or []:
         if row.get("status") not in (*STATUSES, None):
             raise ValueError(f"{path}: {row['name']}: status {row['status']!r} is none of {', '.join(STATUSES)}")
+        check_row(row, f"{path}: {row['name']}")
     return data
+
+
+def check_words(row: Mapping[str, Any], where: str) -> None:
+    words = row.get("overrides") or []
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"{where}: `overrides` is no list of settings")
+
+
+def check_row(row: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError where a field that is read whole has not the shape that docs/benchmark.md gives it."""
+    check_words(row, where)
+    for name in OBJECTS:
+        if not isinstance(row.get(name), dict | None):
+            raise ValueError(f"{where}: `{name}` is no object")
+    peer, profile = row.get("peer"), row.get("profile") or {}
+    if peer is not None and not peer.keys() >= set(PEER_FIELDS):
+        raise ValueError(f"{where}: `peer` lacks one of {', '.join(PEER_FIELDS)}")
+    for name, found, fields in (
+        ("runs", row.get("runs"), ()),
+        ("profile.kernels", profile.get("kernels"), KERNEL_FIELDS),
+        ("profile.classes", profile.get("classes"), CLASS_FIELDS),
+    ):
+        if not isinstance(found, list | None) or not all(_holds(one, fields) for one in found or []):
+            raise ValueError(
+                f"{where}: `{name}` is no list of objects" + (f" with {', '.join(fields)}" if fields else "")
+            )
+
+
+def _holds(one: Any, fields: Sequence[str]) -> bool:
+    """Whether it is an object with these fields: texts, and numbers or null."""
+    return isinstance(one, dict) and all(
+        name in one and isinstance(one[name], str if name in TEXTS else int | float | None) for name in fields
+    )

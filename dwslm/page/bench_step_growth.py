@@ -37,6 +37,7 @@ class Axis:
 
 
 LAYERS, CONTEXT, SEGMENTS = "model.layers", "data.packing.context", "data.packing.segments_per_row"
+SHAPE = (LAYERS, CONTEXT, SEGMENTS)
 AXES = (
     Axis("layers", LAYERS, (), CONTEXT, "Layers, at context {:,}"),
     Axis("context", CONTEXT, (SEGMENTS,), LAYERS, "Context, at {:,} layers"),
@@ -66,15 +67,20 @@ def settings(build: Build) -> dict[str, Any]:
 def alike(builds: Sequence[Build], but: Iterable[str]) -> list[list[tuple[Build, dict[str, Any]]]]:
     """Builds of ours and their settings, those together that agree in all settings but these and the micro-batch.
 
-    A setting that not every build has, since a version did not know it, does not count.
+    A setting that a build lacks, since a version did not know it, is a value of its own, unless all builds that have it agree.
     """
     every = [(build, settings(build)) for build in builds if not build.raw.get("peer")]
     every = [(build, found) for build, found in every if found]
-    names = set.intersection(*(set(found) for _, found in every)) if every else set()
-    names -= {MICRO_BATCH, *but}
+    values: dict[str, set[str]] = {}
+    for _, found in every:
+        for name in found.keys() - {MICRO_BATCH, *but}:
+            values.setdefault(name, set()).add(repr(found[name]))
+    names = sorted(name for name, given in values.items() if len(given) > 1)
     groups: dict[tuple[str, ...], list[tuple[Build, dict[str, Any]]]] = {}
     for build, found in every:
-        groups.setdefault(tuple(repr(found[name]) for name in sorted(names)), []).append((build, found))
+        groups.setdefault(tuple(repr(found[name]) if name in found else "" for name in names), []).append(
+            (build, found)
+        )
     return list(groups.values())
 
 
@@ -137,11 +143,15 @@ def growth(steps: Steps) -> Section | None:
 
 def _tables(builds: Sequence[Build], axis: Axis) -> list[Table]:
     found = []
-    known = [build for build in builds if {LAYERS, CONTEXT, SEGMENTS} <= settings(build).keys()]
+    known = [build for build in builds if all(whole_above_0(settings(build).get(name)) for name in SHAPE)]
     for group in alike(known, (axis.setting, *axis.follow)):
         if len({at[axis.setting] for _, at in group}) > 1:
             found.append(_table(sorted(group, key=lambda one: float(one[1][axis.setting])), axis))
     return found
+
+
+def whole_above_0(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def _table(group: Sequence[tuple[Build, dict[str, Any]]], axis: Axis) -> Table:

@@ -129,7 +129,7 @@ def power(steps: Steps) -> Section | None:
             continue
         reasons: dict[str, float] = {}
         for run in build.raw["runs"]:
-            for name, held in (run.get("health") or {}).get("throttle_reasons", {}).items():
+            for name, held in ((run.get("health") or {}).get("throttle_reasons") or {}).items():
                 reasons[name] = reasons.get(name, 0.0) + held / len(build.raw["runs"])
         rows.append(
             (

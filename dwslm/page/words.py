@@ -12,6 +12,7 @@ OPS = {
     "short_conv": "short convolution",
     "delta_gate": "decay gate",
     "gated_norm": "gated norm",
+    "depth_mix": "attention residuals",
     "mlp": "MLP",
     "head": "loss head",
     "norm": "norm",

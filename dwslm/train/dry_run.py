@@ -115,8 +115,8 @@ def estimate(model: LanguageModel, optimizer: Optimizer, tokens: int) -> dict[st
 def activation_bytes(model: LanguageModel, shifted: bool) -> int:
     """Bytes a token of a micro-batch that the backward pass of a fused build has to keep.
 
-    The stream before each sublayer, every norm's output, projections, convolution and gate outputs, attention outputs, one side
-    of the squared ReLU, and with attention residuals each reader's mix. What the fused kernels take apart is there twice:
+    The stream before each sublayer, every norm's output, projections, convolution and gate outputs, attention outputs, and one
+    side of the squared ReLU. What the fused kernels take apart is there twice:
     a kernel's outputs are no views of its input. A CPU keeps several times that, since its delta rule spells out its chunks in
     float32. shifted: whether convolutions are in plain PyTorch.
     """
@@ -144,8 +144,7 @@ def activation_bytes(model: LanguageModel, shifted: bool) -> int:
             per_token += 4 * values  # the embedding itself, float32
         kept += 4 * s.width + s.mlp_hidden  # two norms, the stream twice, the hidden layer or its squared ReLU
         if s.mlp_precision == "fp8_delayed":
-            kept -= s.width  # the norm's output: float8 stands for it
             per_token += s.mlp_hidden + s.width  # the square and the input, transposed float8
-        kept += 2 * s.width if s.depth_block else 0
+            kept -= 0 if s.depth_block else s.width  # that stands for the norm's output, which attention residuals still want
         per_token += element * kept
     return per_token

@@ -92,7 +92,7 @@ def make_plan(
     Raises:
         ValueError: where the sizes do not divide, or no learning rate can be derived.
     """
-    micro_batch = _micro_batch(train, [context, *(rung.context for rung in ladder)], world)
+    micro_batch = _micro_batch(train, [context, *(rung.context for rung in ladder)], world, begun=lr is not None)
     steps = -(-train.tokens // train.batch_tokens)
 
     def stride(tokens: int) -> int:
@@ -114,15 +114,18 @@ def make_plan(
     )
 
 
-def _micro_batch(train: TrainSettings, contexts: list[int], world: int) -> int:
-    """Checked against everything that it must divide or be divided by."""
+def _micro_batch(train: TrainSettings, contexts: list[int], world: int, begun: bool) -> int:
+    """Checked against everything that it must divide or be divided by. begun: whether the batch may no longer change."""
     if train.micro_batch_tokens == AUTO:
         sizes = candidates(train.batch_tokens, contexts, world)
         if not sizes:
+            row = math.lcm(*contexts)
+            way = f"take ranks that divide its {train.batch_tokens // row} rows"
+            if not begun:
+                way = f"make it a multiple of {world * row}, or take other ranks"
             raise ValueError(
                 f"train.micro_batch_tokens=auto finds none: train.batch_tokens={train.batch_tokens} can't be dealt to {world} "
-                f"ranks in whole rows of context {' and '.join(map(str, contexts))}; make it a multiple of "
-                f"{world * math.lcm(*contexts)}, or take other ranks"
+                f"ranks in whole rows of context {' and '.join(map(str, contexts))}; {way}"
             )
         return sizes[-1]
     tokens = int(train.micro_batch_tokens)

@@ -26,7 +26,6 @@ from dwslm.train.dry_run import activation_bytes
 from dwslm.train.report import MATRIX_FLOPS
 from dwslm.train.scale_measured import Measured
 
-MICRO_BATCHES = (65_536, 32_768, 16_384, 8_192, 4_096)
 SMALL_SUMS = 2  # loss, and votes with the norm
 FLOAT = 4  # bytes
 
@@ -147,8 +146,16 @@ class Paper:
     """Predicts steps from what one measured model has shown."""
 
     def __init__(self, measured: Measured, model: Model, micro_batch_tokens: int, assumed: Assumed):
-        """model, micro_batch_tokens: those that `measured` is of."""
+        """model, micro_batch_tokens: those that `measured` is of.
+
+        Raises ValueError for a model without Newton-Schulz, whose rate nothing would tell then.
+        """
         whole = _work(model.blocks, model.steps)
+        if not whole.newton_schulz_flop:
+            raise ValueError(
+                "settings of the measured model: without Newton-Schulz its rate cannot be told; measure a model with "
+                "optim.matrices=muonh or muon"
+            )
         self.measured, self.assumed = measured, assumed
         self.flop_rate = model.flop_per_token * micro_batch_tokens / measured.micro_batch_seconds
         self.newton_schulz_rate = whole.newton_schulz_flop / measured.newton_schulz_seconds
@@ -208,14 +215,9 @@ def expected_largest(n: int) -> float:
     return NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
 
 
-def accumulated(ranks: int, micro_batch_tokens: int, batch_tokens: int) -> int:
-    """Micro-batches of each rank's step: as many as make up the batch, or one where the batch has to grow for it."""
-    return max(1, batch_tokens // (ranks * micro_batch_tokens))
-
-
-def largest_micro_batch(model: Model, dealt: Dealt, memory: float) -> int | None:
-    """The largest of `MICRO_BATCHES` that fits into so many bytes; None where not even the smallest does."""
-    return next((n for n in MICRO_BATCHES if dealt.held + model.activations(n) <= memory), None)
+def largest_micro_batch(model: Model, dealt: Dealt, sizes: Sequence[int], memory: float) -> int | None:
+    """The first of `sizes`, which fall, that fits into so many bytes; None where not even the last does."""
+    return next((n for n in sizes if dealt.held + model.activations(n) <= memory), None)
 
 
 def newton_schulz_flop(shape: Sequence[int], steps: int) -> float:

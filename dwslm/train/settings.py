@@ -1,8 +1,10 @@
 """Settings of the training loop."""
 
+import re
 from dataclasses import dataclass
 
 AUTO = "auto"
+DIGITS = re.compile(r"[0-9]+(_[0-9]+)*")
 
 
 @dataclass
@@ -15,8 +17,8 @@ class TrainSettings:
     """Token slots of one optimizer step, on all ranks together."""
     micro_batch_tokens: int | str = 65_536
     """Token slots of one forward and backward pass; a step accumulates batch_tokens / micro_batch_tokens of them, dealt to the
-    ranks evenly. "auto" takes the most, up to 131,072, whose counted memory fits 90 % of the smallest GPU; on a CPU the most up
-    to 4,096."""
+    ranks evenly. "auto" takes the most, up to 131,072, whose counted memory fits 90 % of the smallest GPU, for which it wants
+    `train.compile` and fused attention and delta rule; on a CPU the most up to 4,096."""
     seed: int = 0
     """Decides the initial weights and the order of the data."""
     device: str = "auto"
@@ -51,7 +53,9 @@ class TrainSettings:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be 0 or more")
         if self.micro_batch_tokens == AUTO:
             return
-        if not isinstance(self.micro_batch_tokens, int) or self.micro_batch_tokens < 1:
+        if isinstance(self.micro_batch_tokens, str) and DIGITS.fullmatch(self.micro_batch_tokens):
+            self.micro_batch_tokens = int(self.micro_batch_tokens)  # quotes are what a shell or YAML left
+        if type(self.micro_batch_tokens) is not int or self.micro_batch_tokens < 1:
             raise ValueError(f"train.micro_batch_tokens={self.micro_batch_tokens!r} must be 1 or more, or auto")
         if self.batch_tokens % self.micro_batch_tokens:
             raise ValueError(

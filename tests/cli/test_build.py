@@ -4,20 +4,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from dwslm.cli.build import build, micro_batch_of_all
+from dwslm.cli.build import build, check_counted, computable, micro_batch_of_all
+from dwslm.cli.engines import PARTS
 from dwslm.train.distributed import Ranks
 from dwslm.train.dry_run import estimate
 from tests.train.tiny_run import tiny_config
 
 
 class Two(Ranks):
-    """The first of two ranks, of which the other has chosen already and has so much memory."""
+    """The first of two ranks, of which the other has chosen already, has so much memory and needs so much at least."""
 
-    def __init__(self, chosen: int, memory: int):
+    def __init__(self, chosen: int, memory: int, need: int = 0):
         super().__init__()
-        self.world, self.other = 2, (chosen, memory)
+        self.world, self.other = 2, (chosen, memory, need)
 
     def total(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         assert not numbers[:, 1].any()
@@ -42,7 +44,7 @@ def test_a_cpu_takes_all_of_a_small_batch(built):
 @pytest.mark.parametrize("tokens", [256, 128, 64])
 def test_the_largest_for_a_devices_memory(built, tokens):
     memory = memory_for(built, tokens)
-    assert micro_batch_of_all(built.plan, built.model, built.optimizer, memory, Ranks()) == tokens
+    assert micro_batch_of_all(built.plan.candidates(), built.model, built.optimizer, memory, Ranks()) == tokens
 
 
 def test_a_device_without_room_for_one_row(built):
@@ -50,15 +52,74 @@ def test_a_device_without_room_for_one_row(built):
     with pytest.raises(
         ValueError, match=r"auto finds none that fits: 64 tokens, .* more than 90% of a GPU's 0.00 GB; take a"
     ):
-        micro_batch_of_all(built.plan, built.model, built.optimizer, memory, Ranks())
+        micro_batch_of_all(built.plan.candidates(), built.model, built.optimizer, memory, Ranks())
 
 
 def test_the_smallest_device_decides_for_all(built):
-    plan = replace(built.plan, world=2)  # 128 or 64 at once
+    sizes = replace(built.plan, world=2).candidates()  # 128 or 64 at once
 
     def chosen(own: int, other: int) -> int:
-        return micro_batch_of_all(plan, built.model, built.optimizer, memory_for(built, own), Two(other, 10**12))
+        return micro_batch_of_all(sizes, built.model, built.optimizer, memory_for(built, own), Two(other, 10**12))
 
     assert [chosen(128, 128), chosen(128, 64), chosen(64, 128), chosen(64, 64)] == [128, 64, 64, 64]
-    with pytest.raises(ValueError, match="0.00 GB"):  # this one has room, the other has none
-        micro_batch_of_all(plan, built.model, built.optimizer, memory_for(built, 128), Two(0, 1000))
+
+
+GB = 10**9
+
+
+def test_the_rank_without_room_is_told_with_its_own_need(built):
+    """This rank needs next to nothing of its 80 GB; the other, with a larger share, 75 of its 80."""
+    sizes = built.plan.candidates()
+    with pytest.raises(ValueError, match=r"need about 75\.00 GB on rank 1, more than 90% of a GPU's 80\.00 GB"):
+        micro_batch_of_all(sizes, built.model, built.optimizer, 80 * GB, Two(0, 80 * GB, 75 * GB))
+    with pytest.raises(ValueError, match=r"GB on rank 0, more than 90% of a GPU's 0\.00 GB"):  # the other has room
+        micro_batch_of_all(sizes, built.model, built.optimizer, 1000, Two(64, 80 * GB, 75 * GB))
+
+
+# ---- what `auto` counts, and what it takes ------------------------------------------------------------------
+
+GPU = torch.device("cuda")
+FUSED = dict.fromkeys(PARTS, "fused")
+
+
+def config_of(data, tmp_path, **train):
+    return tiny_config(data, tmp_path, micro_batch_tokens="auto", **train)
+
+
+def test_auto_wants_the_build_that_is_counted(tiny_data, tmp_path):
+    launched, compiled = (config_of(tiny_data, tmp_path, compile=given) for given in (False, True))
+    with pytest.raises(
+        ValueError, match=r"auto counts .* set train.compile=true, or give a number for train.micro_batch_tokens"
+    ):
+        check_counted(launched, GPU, FUSED)
+    check_counted(compiled, GPU, FUSED)
+    check_counted(compiled, GPU, FUSED | {"convolution": "torch", "delta rule": "not used"})  # counted as they are
+    for part in ("attention", "delta rule"):
+        with pytest.raises(ValueError, match=rf"model.{PARTS[part]}=\w+ comes to plain torch .* or give a number"):
+            check_counted(compiled, GPU, FUSED | {part: "torch"})
+    check_counted(launched, torch.device("cpu"), FUSED | {"attention": "torch"})  # a CPU's memory is not counted
+
+
+def test_fp8_takes_the_candidates_that_it_can_multiply(built, tiny_data, tmp_path):
+    """Six rows of 8 slots: 48, 24, 16 and 8 divide them, and FP8 takes multiples of 16."""
+    plan = replace(built.plan, batch_tokens=48, rungs=((0, 8),))
+    config = config_of(tiny_data, tmp_path)
+    fp8 = replace(config, model=replace(config.model, mlp_precision="fp8"))
+    cpu = torch.device("cpu")
+    assert computable(config, plan, cpu) == [48, 24, 16, 8]
+    assert computable(fp8, plan, cpu) == [48, 16]
+    assert computable(fp8, replace(plan, batch_tokens=24), cpu) == [24, 8]  # none: the engines tell why
+
+
+def test_a_least_micro_batch_that_fp8_cannot_multiply_refuses_no_larger_one(tiny_data, tmp_path):
+    config = config_of(tiny_data, tmp_path)
+    packing = replace(config.data.packing, context=8)
+    config = replace(
+        config,
+        model=replace(config.model, mlp_precision="fp8"),
+        data=replace(config.data, packing=packing),
+        train=replace(config.train, batch_tokens=48, micro_batch_tokens="auto"),
+    )
+    assert build(config, lr=None).plan.micro_batch_tokens == 48
+    with pytest.raises(ValueError, match="multiples of 16, not 24 tokens"):
+        build(replace(config, train=replace(config.train, batch_tokens=24)), lr=None)

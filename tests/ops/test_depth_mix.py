@@ -58,18 +58,19 @@ def chain(x, queries, gains, norms, mixers, block, fused):
         after = Norm(x.shape[1], eps)
         del after.gain
         after.gain = norm
-        y = stream.read(reader, after)
+        y, stream = stream.read(reader, after)
         if mixer is not None:
             stream = stream.add(torch.tanh(y @ mixer) * 0.5)
     return y
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("block", [1, 2, 3, 6])
+@pytest.mark.parametrize("block", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("width", [48, 1024])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
 def test_fused_in_a_chain_of_readers(block, width, dtype, bound):
-    """bfloat16 is held to what the plain form does to the same chain, since a chain multiplies every rounding."""
+    """bfloat16 is held to what the plain form does to the same chain, since a chain multiplies every rounding. With blocks of
+    four the last reader sees one in progress. A gain of zero hides its input from the backward pass, which divides by it."""
     torch.manual_seed(0)
     total, readers = 200, 7
     inputs = [
@@ -78,6 +79,7 @@ def test_fused_in_a_chain_of_readers(block, width, dtype, bound):
         *(1 + 0.1 * torch.randn(2, readers, width, device="cuda")).unbind(),
         torch.randn(readers - 1, width, width, device="cuda") / width**0.5,
     ]
+    inputs[3][2, 5] = 0.0
     weight = torch.randn(total, width, device="cuda")
 
     def run(fused, dtype):
@@ -92,6 +94,58 @@ def test_fused_in_a_chain_of_readers(block, width, dtype, bound):
     else:
         assert max(errors) < bound
     assert all(torch.equal(a, b) for a, b in zip(got, run(True, dtype), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("readers", [1, 2, 5, 70])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.005)])
+def test_close_scores_and_gathers(readers, dtype, bound):
+    """Any number of readers: scores of a finished sum, and its gradient out of random dh, from the formulas in float64."""
+    from dwslm.ops.depth_mix.fused import Partial, close
+
+    total, width, eps = 300, 80, 1e-6
+    link, y = (torch.randn(total, width, device="cuda").to(dtype).requires_grad_() for _ in range(2))
+    keys = (torch.randn(readers, width, device="cuda") / width**0.5).requires_grad_()
+    closed = close(Partial(link.detach(), link), y, keys, eps)
+    dh = [torch.randn(total, width, device="cuda").to(dtype) for _ in range(readers)]
+    pairs = [torch.randn(2, total, device="cuda") + 2 for _ in range(readers)]
+    got = torch.autograd.grad([*closed.rows, *closed.pairs], [link, y, keys], [*dh, *pairs])
+
+    v, wide_keys = closed.value.double().detach().requires_grad_(), keys.double().detach().requires_grad_()
+    scores = wide_keys @ (v / torch.sqrt(v.square().mean(-1, keepdim=True) + eps)).T
+    weights = torch.exp(scores - torch.stack(pairs)[:, 0]).detach()
+    inner = torch.einsum("jtc,tc->jt", torch.stack(dh).double(), v)
+    change = (weights * (inner - torch.stack(pairs)[:, 1])).detach()
+    dv, dkeys = torch.autograd.grad((weights * inner).sum() + (change * scores).sum(), [v, wide_keys])
+
+    assert torch.equal(closed.value, link + y)
+    assert relative_error(closed.scores, scores) < 1e-5
+    assert torch.equal(got[0], got[1]) and relative_error(got[0], dv) < bound
+    assert relative_error(got[2], dkeys) < 1e-4
+
+
+@pytest.mark.gpu
+def test_fused_in_a_recording_gives_the_same_bits():
+    inputs = [
+        torch.randn(64, 48, device="cuda").bfloat16(),
+        torch.randn(7, 48, device="cuda"),
+        *torch.rand(2, 7, 48, device="cuda").unbind(),
+        torch.randn(6, 48, 48, device="cuda").bfloat16() / 7,
+    ]
+    weight = torch.randn(64, 48, device="cuda")
+
+    def run():
+        return output_and_gradients(lambda *args: chain(*args, block=3, fused=True), inputs, weight)
+
+    want = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    for _ in range(2):
+        for x in got:
+            x.zero_()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.gpu

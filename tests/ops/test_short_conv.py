@@ -84,6 +84,25 @@ def test_fused_meets_the_reference(offsets, dtype, bound, head_dim, more):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("first", "row"), [(0, 112), (2, 114), (1, 112), (0, 113)])
+def test_fused_reads_a_view_wherever_it_lies(first, row):
+    """Two bfloat16 channels make a word where the view begins at one and rows are whole words, and only there."""
+    torch.manual_seed(0)
+    cu = boundaries([0, 5, 131])
+    inputs, weight = [torch.randn(131, row).bfloat16(), torch.randn(96, 4)], torch.randn(131, 107)
+
+    def run(f, device):
+        return output_and_gradients(
+            joined(lambda x, w: f(x[:, first : first + 107], w)), [x.to(device) for x in inputs], weight.to(device)
+        )
+
+    seg = segments(cu.cuda(), 131, 131)
+    got = run(lambda x, w: short_conv(x, w, seg, 2, "fused"), "cuda")
+    want = run(lambda x, w: truth(x, w, cu, 2), "cpu")
+    assert max(relative_error(g.cpu(), w) for g, w in zip(got, want, strict=True)) < 0.005
+
+
+@pytest.mark.gpu
 def test_fused_keeps_the_rules_of_custom_operators():
     seg = segments(boundaries(UNEVEN).cuda(), 200, 200)
     x = torch.randn(200, 96, device="cuda", requires_grad=True)

@@ -62,6 +62,76 @@ def test_pieces_are_joined_and_the_later_measurement_counts(tmp_path):
     assert {build.name: build.commit for build in again.builds} == {"main": "b" * 40, "plain": "a" * 40}
 
 
+def days(*numbers):
+    return [f"2026-11-{day:02}T10:00:00+00:00" for day in numbers]
+
+
+def speeds_of(steps):
+    return {build.name: build.number("tokens_per_second", "median") for build in steps.builds}
+
+
+def joined(tmp_path, name, *pieces):
+    """The pieces' joined file."""
+    return bench_step_page.write(pieces, tmp_path / name)[2]
+
+
+def test_the_later_measurement_counts_whatever_was_joined_before(tmp_path):
+    """Of three days' measurements the last; a joined file begins with its first day, and its rows keep theirs."""
+    one, two, three = (
+        piece(tmp_path, f"day{n}", [row("main", 100_000.0 + n)], started) for n, started in enumerate(days(1, 2, 3))
+    )
+    both = joined(tmp_path, "both", one, three)
+    rows = json.loads(both.read_text())["builds"]
+    assert [found["started"] for found in rows] == days(3)
+    for files in ([both, two], [two, both], [one, two, three], [joined(tmp_path, "all", both, two)]):
+        assert speeds_of(bench_step.join(files)) == {"main": 100_002.0}
+    later = "main stands in more than one piece; the later measurement is shown."
+    assert later in bench_step.join([both, two]).notes
+    alone = joined(tmp_path, "alone", three)
+    assert later not in bench_step.join([alone, three]).notes  # it is one measurement
+
+
+def test_the_later_of_two_in_other_time_zones(tmp_path):
+    utc = piece(tmp_path, "utc", [row("main", 1.0)], "2026-11-01T23:30:00+00:00")
+    east = piece(tmp_path, "east", [row("main", 2.0)], "2026-11-02T00:10:00+02:00")  # 22:10 in UTC
+    assert speeds_of(bench_step.join([utc, east])) == {"main": 1.0}
+
+
+BROKEN = {"name": "plain", "status": "error", "reason": "out of memory", "overrides": ["experiment=main"]}
+
+
+def test_what_a_later_piece_has_measured_is_missing_no_more(tmp_path):
+    first, second = days(1, 2)
+    half = piece(tmp_path, "half", [row("main"), BROKEN], first, complete=False)
+    old = joined(tmp_path, "old", half)
+    assert json.loads(old.read_text())["complete"] is False
+    assert json.loads(old.read_text())["notes"] == ["Missing here: plain (error)."]
+    rest = piece(tmp_path, "rest", [row("plain")], second)
+    for files in ([half, rest], [old, rest]):
+        steps = bench_step.join(files)
+        assert steps.as_json()["complete"] is True and steps.notes == ()
+
+
+def test_a_call_that_was_stopped_may_lack_builds_that_nobody_names(tmp_path):
+    first, second = days(1, 2)
+    killed = {"name": "plain", "status": None, "overrides": ["experiment=main"]}
+    for rows in ([row("main"), killed], [row("main")]):
+        cut = piece(tmp_path, "cut", rows, first, complete=False)
+        steps = bench_step.join([cut, piece(tmp_path, "rest", [row("plain")], second)])
+        assert steps.as_json()["complete"] is False
+        assert steps.notes == (f"{cut} ended before its time: what it had not reached is missing here.",)
+
+
+def test_commits_are_those_of_the_rows_that_are_shown(tmp_path):
+    one = piece(tmp_path, "one", [row("main", 1.0)], days(1)[0])
+    two = piece(tmp_path, "two", [row("main", 2.0), row("plain")], days(2)[0], commit="b" * 40)
+    assert not any("different commits" in note for note in bench_step.join([one, two]).notes)
+    three = piece(tmp_path, "three", [row("plain", 3.0)], days(3)[0], commit="c" * 40)
+    again = bench_step.join([joined(tmp_path, "all", one, two), three])
+    (note,) = [note for note in again.notes if "different commits" in note]
+    assert "bbbbbbb" in note and "ccccccc" in note and "aaaaaaa" not in note
+
+
 LARGE = ["experiment=main", "train.micro_batch_tokens=131072"]
 
 
@@ -99,6 +169,16 @@ def test_only_what_holds_tells_builds_apart(tmp_path):
     assert [(build.name, build.number("tokens_per_second", "median")) for build in steps.builds] == [
         ("plain", 210_000.0), ("main (optim.lr=1)", 180_000.0), ("main (optim.lr=2)", 181_000.0),
     ]  # fmt: skip
+
+
+def test_a_plus_before_a_setting_makes_no_other_build(tmp_path):
+    words = (["+train.seed=1"], ["train.seed=1"], ["++train.seed=1"], ["++train.seed=2", "train.seed=1"])
+    pieces = [
+        piece(tmp_path, f"p{n}", [row("main", 1.0 + n, overrides=own)], started, overrides=own)
+        for n, (own, started) in enumerate(zip(words, days(1, 2, 3, 4), strict=True))
+    ]
+    steps = bench_step.join(pieces)
+    assert speeds_of(steps) == {"main": 4.0} and not any("overrides" in note for note in steps.notes)
 
 
 def test_one_that_broke_with_other_overrides_stands_beside_the_one_that_was_timed(tmp_path):
@@ -175,12 +255,31 @@ def test_a_page_of_a_cpu_leaves_out_what_nobody_measured(tmp_path):
         ({"kind": "day0"}, "not a report of `dwslm bench step`"),
         ({"builds": [{"status": "ok"}]}, "`builds` is no list of named builds"),
         ({"builds": [{"name": "a", "status": "fine"}]}, "status 'fine' is none of ok"),
+        ({"overrides": "a=b"}, "`overrides` is no list of settings"),
+        ({"builds": [row("main", overrides="a=b")]}, "main: `overrides` is no list of settings"),
+        ({"builds": [row("main", config=[])]}, "main: `config` is no object"),
+        ({"builds": [row("main", work="65536")]}, "main: `work` is no object"),
+        ({"builds": [row("main", runs=[None])]}, "main: `runs` is no list of objects"),
+        ({"builds": [row("main", peer={})]}, "main: `peer` lacks one of parameters, attention, compiled"),
+        (
+            {"builds": [row("main", profile={"classes": [{"class": "mlp up"}]})]},
+            "`profile.classes` is no list of objects with",
+        ),
+        (
+            {"builds": [row("main", profile={"kernels": [{"class": "a", "kernel": "b", "ms": "1", "count": 1}]})]},
+            "`profile.kernels` is no list of objects with kernel, class, ms, count",
+        ),
     ],
 )
 def test_a_wrong_file_is_named_with_what_is_wrong(change, message, tmp_path):
     with pytest.raises(ValueError, match=message.replace("`", ".")) as caught:
         bench_step.join([piece(tmp_path, "wrong", **{"builds": [], **change})])
     assert "wrong.json" in str(caught.value)
+
+
+def test_a_row_without_classes_has_no_section_of_them(tmp_path):
+    text = markdown_of(tmp_path, [row("main", profile={}, runs=[{"health": {"throttle_reasons": None}}] * 3)])
+    assert "| main (a build) |" in text and "Where the time goes" not in text and "## Kernels" not in text
 
 
 def test_one_page_is_one_device_and_one_kind(tmp_path):

@@ -197,3 +197,56 @@ def test_builds_of_other_text_or_settings_are_not_compared():
     assert sentences(main, build("plain", 260.0, 1.0, values="none", depth=0, data={"fingerprint": "0" * 64})) == []
     assert sentences(main, build("plain", 260.0, 1.0, values="none", depth=0, layers=8)) == []
     assert sentences(main, PLAIN | {"micro_batch_ms": None}) == []
+
+
+# ---- settings that not every build has ----------------------------------------------------------------------
+
+
+def fp8(made):
+    """The build, with a precision that it names."""
+    made["config"]["model"]["mlp_precision"] = "fp8"
+    return made
+
+
+def model_precision(made):
+    made["config"]["model"]["mlp_precision"] = "model"
+    return made
+
+
+def old(**changes):
+    """A build of a version without the setting."""
+    return build("old", 310.0, 205_000.0, **changes)
+
+
+def test_one_old_build_does_not_make_others_alike(tmp_path):
+    """FP8 without the parts is no bare build for main in bfloat16, whoever else is on the page."""
+    main, bare = model_precision(build("main", 300.0, 210_000.0)), model_precision(dict(PLAIN, config=config_of(PLAIN)))
+    fast = fp8(build("fast", 200.0, 300_000.0, values="none", depth=0))
+    for more in ([], [old(layers=12)], [old(values="none", depth=0, context=8_192)]):
+        text = markdown_of(tmp_path, [main, bare, fast, *more])
+        assert "main less plain: value embeddings + attention residuals add 40.0 ms" in text
+        assert "less fast" not in text
+    without = markdown_of(tmp_path, [main, fast, old(layers=12)])
+    assert "main less" not in without
+
+
+def config_of(made):
+    return {name: dict(part) for name, part in made["config"].items()}
+
+
+def test_an_old_build_is_no_point_of_builds_that_differ_in_what_it_lacks(tmp_path):
+    main, small = model_precision(build("main", 300.0, 210_000.0)), fp8(build("small", 100.0, 600_000.0, layers=8))
+    assert "## Growth" not in markdown_of(tmp_path, [main, small, old(layers=40)])
+
+
+def test_a_setting_that_all_agree_on_who_have_it_parts_nobody(tmp_path):
+    main = model_precision(build("main", 300.0, 210_000.0))
+    assert "8 to 20 layers (old to main)" in markdown_of(tmp_path, [main, old(layers=8)])
+
+
+@pytest.mark.parametrize("layers", [0, -8, "8", 8.0, True, None])
+def test_layers_that_are_no_number_of_layers_take_no_part(layers, tmp_path):
+    made = build("odd", 132.0, 480_000.0)
+    made["config"]["model"]["layers"] = layers
+    text = markdown_of(tmp_path, [*LAYERS, made])
+    assert "| odd (a build) |" in text and "| odd |" not in text[text.index("## Growth") : text.index("## Power")]

@@ -89,7 +89,19 @@ def test_sizes_that_no_micro_batch_divides_are_named():
         plan(524_288, 4096, (Rung(start=0.5, context=6144),))
 
 
-@pytest.mark.parametrize("value", ["fast", "4096", 0, -4])
+def test_a_resume_is_told_of_ranks_alone():
+    """Its batch may not change; 128 rows can be dealt to 2, 4, 8 and so on."""
+    train = TrainSettings(batch_tokens=524_288, micro_batch_tokens="auto")
+    with pytest.raises(ValueError, match=r"context 4096; take ranks that divide its 128 rows$"):
+        make_plan(train, OptimSettings(), CheckpointSettings(), 4096, lr=0.1, world=3)
+
+
+@pytest.mark.parametrize("value", ["4096", "4_096"])
+def test_a_number_in_quotes_is_a_number(value):
+    assert TrainSettings(micro_batch_tokens=value).micro_batch_tokens == 4096
+
+
+@pytest.mark.parametrize("value", ["fast", "", "-4096", "4096.0", "_4", True, 0, -4])
 def test_neither_a_number_nor_auto(value):
     with pytest.raises(ValueError, match=rf"train.micro_batch_tokens={value!r} must be 1 or more, or auto"):
         TrainSettings(micro_batch_tokens=value)

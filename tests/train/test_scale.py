@@ -18,7 +18,6 @@ from dwslm.train.scale import (
     Dealt,
     Model,
     Paper,
-    accumulated,
     expected_largest,
     largest_micro_batch,
     newton_schulz_flop,
@@ -186,17 +185,21 @@ def test_the_largest_of_normal_draws():
         assert expected_largest(n) == pytest.approx(draws[:, :n].amax(1).mean().item(), abs=0.04)
 
 
-def test_the_batch_grows_only_where_it_must():
-    assert [accumulated(n, 65_536, 524_288) for n in (1, 2, 8, 64)] == [8, 4, 1, 1]
-
-
 def test_the_largest_micro_batch_that_fits():
     model = Model(TINY, OptimSettings(), 64)
     dealt = Dealt(model, 2)
     need = dealt.held + model.activations(8_192)
-    assert largest_micro_batch(model, dealt, need) == 8_192
-    assert largest_micro_batch(model, dealt, need - 1) == 4_096
-    assert largest_micro_batch(model, dealt, dealt.held) is None
+    sizes = [12_288, 8_192, 6_144]
+    assert largest_micro_batch(model, dealt, sizes, need) == 8_192
+    assert largest_micro_batch(model, dealt, sizes, need - 1) == 6_144
+    assert largest_micro_batch(model, dealt, sizes, dealt.held) is None
+    assert largest_micro_batch(model, dealt, [], need) is None
+
+
+def test_a_measured_model_without_newton_schulz_is_refused():
+    model = Model(TINY, OptimSettings(matrices="adamw", head="adam", lr=0.01), 64)
+    with pytest.raises(ValueError, match=r"measured model: without Newton-Schulz .* optim.matrices=muonh"):
+        Paper(measured(), model, 1000, Assumed())
 
 
 # ---- the file of measurements -------------------------------------------------------------------------------

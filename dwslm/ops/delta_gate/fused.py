@@ -1,7 +1,11 @@
 """`delta_gate` as one Triton kernel forward and one backward, each reading and writing every value once.
 
-A program has one head and a span of tokens. Backward keeps its sums for `dt_bias` and `A_log` in registers, element by element,
-and adds up its tokens once at its end; the spans' sums are added afterwards, in a fixed order. Nothing is added atomically.
+A program has one head and a span of tokens. It asks for several tiles before it writes any: no read may pass a write that could
+be to the same place, and a tile alone does not fill the memory's latency. Four values of a thread are 16 bytes of float32, the
+wider side; both sides keep that layout, so nothing goes through shared memory.
+
+Backward keeps its sums for `dt_bias` and `A_log` in registers, element by element, and adds up its tokens once at its end; the
+spans' sums are added afterwards, in a fixed order. Nothing is added atomically.
 """
 
 from typing import Any
@@ -11,69 +15,93 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 2048  # values that a program has at a time
-SPAN = 256  # tokens of a program backward: 2 MB of sums for 65,536 tokens and 8 heads of 128, beside 540 MB
+from dwslm.ops.delta_gate.sums import column_sums
+
 WARPS = 8
+TILE = 4 * 32 * WARPS  # values: four of a thread
+TILES = 4  # that are asked for together
+SPAN = 128  # tokens of a program backward, at least: 2 MB of sums for 65,536 tokens and 8 heads of 128, beside 537 MB
 PER_LN2 = tl.constexpr(-1.4426950408889634)  # exp(-u) = exp2(u * this), and exp2 is one instruction
 
 
 @triton.jit
-def _sigmoid(u):
-    # No division, and no hardware tanh: a gate that is nearly shut decays by its last digits.
-    root = tl.math.rsqrt(1.0 + tl.math.exp2(u * PER_LN2))
+def _sigmoid(t):
+    """Of u, from t = PER_LN2 u. No division, and no hardware tanh: a gate that is nearly shut decays by its last digits."""
+    root = tl.math.rsqrt(1.0 + tl.math.exp2(t))
     return root * root
 
 
 @triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def _forward_kernel(
-    f, a_log, dt_bias, logits, g, beta, total, heads, logits_row, bound, HEAD: tl.constexpr, TOKENS: tl.constexpr
-):
+    f, a_log, dt_bias, logits, g, beta, total, heads, logits_row, bound,
+    HEAD: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     # Heads go fastest: programs that run together then read whole rows.
-    head, start = tl.program_id(0), tl.program_id(1).to(tl.int64) * TOKENS
-    t, c, row = tl.arange(0, TOKENS), tl.arange(0, HEAD), heads * HEAD
-    there = t < total - start
-    at = start * row + head * HEAD
+    head, start = tl.program_id(0), tl.program_id(1) * (TOKENS * TILES)
+    left, row, start = total - start, heads * HEAD, start.to(tl.int64)
+    t, c, own = tl.arange(0, TOKENS), tl.arange(0, HEAD), tl.arange(0, TOKENS * TILES)
+    f += start * row + head * HEAD
+    g += start * row + head * HEAD
     offsets = t[:, None] * row + c[None, :]
-    bias = tl.load(dt_bias + head * HEAD + c)[None, :]
-    rate = tl.exp(tl.load(a_log + head))
-    x = tl.load(f + at + offsets, mask=there[:, None], other=0.0).to(tl.float32)
-    tl.store(g + at + offsets, bound * _sigmoid(rate * (x + bias)), mask=there[:, None])
-    z = tl.load(logits + (start + t) * logits_row + head, mask=there, other=0.0).to(tl.float32)
-    tl.store(beta + (start + t) * heads + head, _sigmoid(z), mask=there)
+    z = tl.load(logits + (start + own) * logits_row + head, mask=own < left, other=0.0)
+    tiles = ()  # type: Any
+    for i in tl.static_range(TILES):
+        there = (i * TOKENS + t < left)[:, None]
+        tiles = tiles + (tl.load(f + (i * TOKENS * row + offsets), mask=there, other=0.0),)
+    rate = PER_LN2 * tl.exp(tl.load(a_log + head))
+    shift = (rate * tl.load(dt_bias + head * HEAD + c))[None, :]
+    for i in tl.static_range(TILES):
+        y = bound * _sigmoid(rate * tiles[i].to(tl.float32) + shift)
+        tl.store(g + (i * TOKENS * row + offsets), y, mask=(i * TOKENS + t < left)[:, None])
+    tl.store(beta + (start + own) * heads + head, _sigmoid(PER_LN2 * z.to(tl.float32)), mask=own < left)
 
 
 @triton.jit
 def _backward_kernel(
-    dg, dbeta, f, a_log, dt_bias, logits, df, dlogits, sums, total, heads, logits_row, bound,
-    HEAD: tl.constexpr, TOKENS: tl.constexpr, SPAN: tl.constexpr,
+    dg, dbeta, f, a_log, dt_bias, logits, df, dlogits, bias_sums, rate_sums, total, heads, logits_row, bound,
+    HEAD: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """sums [spans, heads * HEAD + heads]: of dt_bias, then of A_log."""
-    head, span = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    start = span * SPAN
-    t, c, row = tl.arange(0, TOKENS), tl.arange(0, HEAD), heads * HEAD
-    at = start * row + head * HEAD
-    bias = tl.load(dt_bias + head * HEAD + c)[None, :]
-    rate = tl.exp(tl.load(a_log + head))
+    """bias_sums [spans, heads * HEAD], of dt_bias; rate_sums [spans, heads], of A_log."""
+    head, span, row = tl.program_id(0), tl.program_id(1), heads * HEAD
+    left, start = total - span * SPAN, span.to(tl.int64) * SPAN
+    t, c, own = tl.arange(0, TOKENS), tl.arange(0, HEAD), tl.arange(0, SPAN)
+    f += start * row + head * HEAD
+    dg += start * row + head * HEAD
+    df += start * row + head * HEAD
+    offsets = t[:, None] * row + c[None, :]
+    z = tl.load(logits + (start + own) * logits_row + head, mask=own < left, other=0.0)
+    dz = tl.load(dbeta + (start + own) * heads + head, mask=own < left, other=0.0)
+    bias = tl.load(dt_bias + head * HEAD + c)
+    slope = tl.exp(tl.load(a_log + head))
+    rate = PER_LN2 * slope
+    slope *= bound
+    shift = (rate * bias)[None, :]
     bias_sum, rate_sum = tl.zeros((TOKENS, HEAD), tl.float32), tl.zeros((TOKENS, HEAD), tl.float32)
-    for i in range(0, SPAN, TOKENS):
-        there = (t < total - start - i)[:, None]
-        offsets = (i + t)[:, None] * row + c[None, :]
-        x = tl.load(f + at + offsets, mask=there, other=0.0).to(tl.float32) + bias
-        upstream = tl.load(dg + at + offsets, mask=there, other=0.0)
-        s = _sigmoid(rate * x)
-        d = (bound * rate) * upstream * (s * (1.0 - s))
-        tl.store(df + at + offsets, d.to(df.dtype.element_ty), mask=there)
-        bias_sum += d
-        rate_sum += d * x
-    sums += span * (row + heads)
-    tl.store(sums + head * HEAD + c, tl.sum(bias_sum, axis=0))
-    tl.store(sums + row + head, tl.sum(tl.sum(rate_sum, axis=0), axis=0))
-    t = tl.arange(0, SPAN)
-    there = t < total - start
-    b = _sigmoid(tl.load(logits + (start + t) * logits_row + head, mask=there, other=0.0).to(tl.float32))
-    upstream = tl.load(dbeta + (start + t) * heads + head, mask=there, other=0.0)
-    d = upstream * (b * (1.0 - b))
-    tl.store(dlogits + (start + t) * heads + head, d.to(dlogits.dtype.element_ty), mask=there)
+    for i in range(0, SPAN, TOKENS * TILES):
+        inputs = ()  # type: Any
+        upstream = ()  # type: Any
+        for j in tl.static_range(TILES):
+            there, place = (i + j * TOKENS + t < left)[:, None], (i + j * TOKENS) * row + offsets
+            inputs = inputs + (tl.load(f + place, mask=there, other=0.0),)
+            upstream = upstream + (tl.load(dg + place, mask=there, other=0.0),)
+        for j in tl.static_range(TILES):
+            x = inputs[j].to(tl.float32)
+            s = _sigmoid(rate * x + shift)
+            d = slope * upstream[j] * (s - s * s)
+            there, place = (i + j * TOKENS + t < left)[:, None], (i + j * TOKENS) * row + offsets
+            tl.store(df + place, d.to(df.dtype.element_ty), mask=there)
+            bias_sum += d
+            rate_sum += d * x  # and the bias's share at the end
+    bias_sum, rate_sum = tl.reduce((bias_sum, rate_sum), 0, _add_pairs)
+    tl.store(bias_sums + span * row + head * HEAD + c, bias_sum)
+    tl.store(rate_sums + span * heads + head, tl.sum(rate_sum + bias * bias_sum, axis=0))
+    b = _sigmoid(PER_LN2 * z.to(tl.float32))
+    tl.store(dlogits + (start + own) * heads + head, (dz * (b - b * b)).to(dlogits.dtype.element_ty), mask=own < left)
 
 
 def delta_gate_fused(f: Tensor, a_log: Tensor, dt_bias: Tensor, logits: Tensor, bound: float) -> tuple[Tensor, Tensor]:
@@ -83,14 +111,14 @@ def delta_gate_fused(f: Tensor, a_log: Tensor, dt_bias: Tensor, logits: Tensor, 
 
 def _tile(f: Tensor, a_log: Tensor) -> dict[str, int]:
     head = f.shape[1] // len(a_log)
-    return {"HEAD": head, "TOKENS": TILE // head, "num_warps": WARPS}
+    return {"HEAD": head, "TOKENS": TILE // head, "TILES": TILES, "num_warps": WARPS}
 
 
 @torch.library.custom_op("dwslm::delta_gate", mutates_args=())
 def _forward(f: Tensor, a_log: Tensor, dt_bias: Tensor, logits: Tensor, bound: float) -> tuple[Tensor, Tensor]:
     g, beta = _forward_shapes(f, a_log, dt_bias, logits, bound)
     total, heads, tile = len(f), len(a_log), _tile(f, a_log)
-    _forward_kernel[heads, triton.cdiv(total, tile["TOKENS"])](
+    _forward_kernel[heads, triton.cdiv(total, TILES * tile["TOKENS"])](
         f, a_log, dt_bias, logits, g, beta, total, heads, logits.stride(0), bound, **tile
     )
     return g, beta
@@ -109,13 +137,15 @@ def _backward(
     """df, dlogits, and the gradients of dt_bias and a_log side by side."""
     df, dlogits, _ = _backward_shapes(dg, dbeta, f, a_log, dt_bias, logits, bound)
     total, heads = len(f), len(a_log)
-    spans = triton.cdiv(total, SPAN)
-    sums = a_log.new_empty(spans, len(dt_bias) + heads)
+    tile = _tile(f, a_log)
+    span = max(SPAN, TILES * tile["TOKENS"])
+    spans = triton.cdiv(total, span)
+    bias_sums, rate_sums = a_log.new_empty(spans, len(dt_bias)), a_log.new_empty(spans, heads)
     _backward_kernel[heads, spans](
-        dg, dbeta, f, a_log, dt_bias, logits, df, dlogits, sums, total, heads, logits.stride(0), bound,
-        SPAN=SPAN, **_tile(f, a_log),
+        dg, dbeta, f, a_log, dt_bias, logits, df, dlogits, bias_sums, rate_sums, total, heads, logits.stride(0), bound,
+        SPAN=span, **tile,
     )  # fmt: skip
-    return df, dlogits, sums.sum(0)
+    return df, dlogits, column_sums(bias_sums, rate_sums)
 
 
 @_backward.register_fake

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dwslm.ops.delta_gate.sums import column_sums
+
 TILE = 2048  # values that a program has at a time
 SPAN = 512  # tokens of a program backward
 WARPS = 4
@@ -22,6 +24,11 @@ PER_LN2 = tl.constexpr(-1.4426950408889634)  # exp(-u) = exp2(u * this), and exp
 def _sigmoid(u):
     root = tl.math.rsqrt(1.0 + tl.math.exp2(u * PER_LN2))  # no division
     return root * root
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
@@ -41,10 +48,10 @@ def _forward_kernel(o, gate, gain, bias, y, total, heads, eps, HEAD: tl.constexp
 
 @triton.jit
 def _backward_kernel(
-    dy, o, gate, gain, bias, do, dgate, sums, total, heads, eps,
+    dy, o, gate, gain, bias, do, dgate, bias_sums, gain_sums, total, heads, eps,
     HEAD: tl.constexpr, TOKENS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """sums [spans, 2, heads * HEAD]: of the bias, and of the gain by head."""
+    """bias_sums [spans, heads * HEAD]; gain_sums [spans * heads, HEAD]."""
     head, span = tl.program_id(0), tl.program_id(1).to(tl.int64)
     start = span * SPAN
     t, c, row = tl.arange(0, TOKENS), tl.arange(0, HEAD), heads * HEAD
@@ -69,9 +76,10 @@ def _backward_kernel(
         d *= own_gain * (1.0 - s)
         tl.store(dgate + at + offsets, d.to(dgate.dtype.element_ty), mask=there)
         bias_sum += d
-    sums += span * 2 * row + head * HEAD
-    tl.store(sums + c, tl.sum(bias_sum, axis=0))
-    tl.store(sums + row + c, tl.sum(gain_sum, axis=0))
+    bias_sum, gain_sum = tl.reduce((bias_sum, gain_sum), 0, _add_pairs)
+    own = span * row + head * HEAD + c
+    tl.store(bias_sums + own, bias_sum)
+    tl.store(gain_sums + own, gain_sum)
 
 
 def gated_norm_fused(o: Tensor, gate: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -101,22 +109,22 @@ def _forward_shapes(o: Tensor, gate: Tensor, gain: Tensor, bias: Tensor, eps: fl
 def _backward(
     dy: Tensor, o: Tensor, gate: Tensor, gain: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """do, dgate, and the gradients of the bias and, by head, of the gain, float32 [2, heads * head_dim]."""
+    """do, dgate, and the gradients of the bias and the gain side by side, float32 [heads * head_dim + head_dim]."""
     do, dgate, _ = _backward_shapes(dy, o, gate, gain, bias, eps)
     total, heads, head = o.shape
     spans = triton.cdiv(total, SPAN)
-    sums = gain.new_empty(spans, 2, len(bias))
+    bias_sums, gain_sums = gain.new_empty(spans, heads * head), gain.new_empty(spans * heads, head)
     _backward_kernel[heads, spans](
-        dy, o, gate, gain, bias, do, dgate, sums, total, heads, eps, SPAN=SPAN, **_tile(head)
+        dy, o, gate, gain, bias, do, dgate, bias_sums, gain_sums, total, heads, eps, SPAN=SPAN, **_tile(head)
     )
-    return do, dgate, sums.sum(0)
+    return do, dgate, column_sums(bias_sums, gain_sums)
 
 
 @_backward.register_fake
 def _backward_shapes(
     dy: Tensor, o: Tensor, gate: Tensor, gain: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return o.new_empty(o.shape), gate.new_empty(gate.shape), gain.new_empty(2, bias.shape[0])
+    return o.new_empty(o.shape), gate.new_empty(gate.shape), gain.new_empty(bias.shape[0] + gain.shape[0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -127,7 +135,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     o, gate, gain, bias = ctx.saved_tensors
     do, dgate, sums = _backward(dy.contiguous(), o, gate, gain, bias, ctx.eps)
-    return do, dgate, sums[1].view(o.shape[1], -1).sum(0), sums[0], None
+    channels = bias.shape[0]
+    return do, dgate, sums[channels:], sums[:channels], None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -6,6 +6,10 @@ registers. Backward computes the activations again rather than keeping them. A s
 backward); the spans' weight gradients are added up in a fixed order afterwards. Nothing is added atomically: the same input
 gives the same bits. The projection's other columns pass through, so that its gradient is written where it belongs instead of
 being joined from parts.
+
+A turn works on four tokens while the next four are on their way. Segments are long: hardly ever does one begin within a
+turn, and only then do its tokens go one by one, with taps masked; so does what is left of a span. Strides are constants of
+the compiler, so that addresses are offsets in the loads.
 """
 
 from typing import Any
@@ -18,261 +22,269 @@ from torch import Tensor
 from dwslm.ops.segments import Segments
 
 SPAN = 128  # tokens of a program
-REGISTERS = 128  # of a thread backward: 16 warps a multiprocessor instead of 11, for two spilled ones
+TURN = 4  # of them worked on at a time
+REGISTERS = 128  # of a thread backward: 16 warps a multiprocessor instead of 12, for one spilled
 EPS = tl.constexpr(1e-6)  # as in l2_norm
 
 
 @triton.jit
-def _load(base, row, i, c, first, last):
-    """Channels c of token i, counted from the span's first, as float32; zero outside the batch, first <= i < last."""
-    return tl.load(base + i * row + c, mask=(i >= first) & (i < last), other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _pass_through(source, to, source_row, to_row, last, MORE: tl.constexpr, WIDE: tl.constexpr, SPAN: tl.constexpr):
-    """Copies MORE columns of a span's tokens."""
-    t, c = tl.arange(0, 2), tl.arange(0, WIDE)
-    for i in range(0, SPAN, 2):  # two tokens: more would take registers from the other programs
-        there = (i + t < last)[:, None] & (c < MORE)[None, :]
-        block = tl.load(source + (i + t)[:, None] * source_row + c[None, :], mask=there)
-        tl.store(to + (i + t)[:, None] * to_row + c[None, :], block, mask=there)
-
-
-@triton.jit
-def _taps(weight, c):
-    """The weights of the current token and of the three before it."""
-    return (
-        tl.load(weight + c * 4 + 3), tl.load(weight + c * 4 + 2), tl.load(weight + c * 4 + 1), tl.load(weight + c * 4)
-    )  # fmt: skip
-
-
-@triton.jit
-def _position(positions, i, last):
-    return tl.load(positions + i, mask=i < last, other=0)
-
-
-@triton.jit
-def _inside(position, x1, x2, x3):
-    """The three tokens before one at `position` of its segment, zero where they belong to another."""
-    return tl.where(position >= 1, x1, 0.0), tl.where(position >= 2, x2, 0.0), tl.where(position >= 3, x3, 0.0)
-
-
-@triton.jit
-def _sigmoid(z, FAST: tl.constexpr):
-    if FAST:  # one instruction, right to 2^-12, where the other takes a dozen
-        half = 0.5 * z
-        tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], tl.float32, is_pure=True, pack=1)
-        return 0.5 + 0.5 * tanh
+def _words(x, HEAD: tl.constexpr, PAIRS: tl.constexpr):
+    """Pointers to a head's channels at x; PAIRS: to words of two bfloat16, of which a loop carries half as many."""
+    if PAIRS:
+        return x.to(tl.pointer_type(tl.int32), bitcast=True) + tl.arange(0, HEAD // 2)
     else:
-        root = tl.math.rsqrt(1.0 + tl.exp(-z))  # no division
-        return root * root
+        return x + tl.arange(0, HEAD)
 
 
 @triton.jit
-def _forward_token(
-    x0, x1, x2, x3, w0, w1, w2, w3, position, y, i, c, row, last,
-    UNIT: tl.constexpr, FAST: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    if not WHOLE:
-        x1, x2, x3 = _inside(position, x1, x2, x3)
-    z = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
-    out = z * _sigmoid(z, FAST)
+def _wide(words):
+    """A head's channels in float32."""
+    if words.dtype == tl.int32:
+        low, high = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+        return tl.join(low, high).reshape(2 * words.shape[0])
+    else:
+        return words.to(tl.float32)
+
+
+@triton.jit
+def _load(x, ROW: tl.constexpr, there, TURN: tl.constexpr):
+    """Words of the tokens of a turn."""
+    words: tl.tuple = ()
+    for j in tl.static_range(TURN):
+        words += (tl.load(x + j * ROW, there),)
+    return words
+
+
+@triton.jit
+def _append(v, words):
+    """v and the channels in the words."""
+    for j in tl.static_range(len(words)):
+        v += (_wide(words[j]),)
+    return v
+
+
+@triton.jit
+def _before(x, ROW: tl.constexpr, there):
+    """The three tokens before x, zero where there are none."""
+    return (
+        _wide(tl.load(x - 3 * ROW, there, 0)),
+        _wide(tl.load(x - 2 * ROW, there, 0)),
+        _wide(tl.load(x - ROW, there, 0)),
+    )
+
+
+@triton.jit
+def _half_taps(weight, c):
+    """Half the weights of the current token and of the three before it."""
+    w0, w1 = tl.load(weight + c * 4 + 3), tl.load(weight + c * 4 + 2)
+    w2, w3 = tl.load(weight + c * 4 + 1), tl.load(weight + c * 4)
+    return 0.5 * w0, 0.5 * w1, 0.5 * w2, 0.5 * w3
+
+
+@triton.jit
+def _inside(position, v1, v2, v3):
+    """Values of the three tokens before one at `position` of its segment, zero where they belong to another."""
+    return tl.where(position >= 1, v1, 0.0), tl.where(position >= 2, v2, 0.0), tl.where(position >= 3, v3, 0.0)
+
+
+@triton.jit
+def _tanh(z, FAST: tl.constexpr):
+    if FAST:  # one instruction, right to 2^-11, where the other takes a dozen
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [z], tl.float32, is_pure=True, pack=1)
+    else:
+        root = tl.math.rsqrt(1.0 + tl.exp(-2.0 * z))  # no division
+        return 2.0 * root * root - 1.0
+
+
+@triton.jit
+def _silu(x0, x1, x2, x3, w, FAST: tl.constexpr):
+    """SiLU of the convolution, and the tanh in it. z is half the convolution: 2 z sigmoid(2 z) = z + z tanh(z)."""
+    z = x0 * w[0] + x1 * w[1] + x2 * w[2] + x3 * w[3]
+    tanh = _tanh(z, FAST)
+    return z + z * tanh, tanh
+
+
+@triton.jit
+def _pass_through(
+    source, to, here, SOURCE_ROW: tl.constexpr, TO_ROW: tl.constexpr, MORE: tl.constexpr, WIDE: tl.constexpr
+):
+    """Copies MORE columns of a span's tokens."""
+    t, c = tl.arange(0, 4), tl.arange(0, WIDE)
+    for i in range(0, here, 4):
+        there = (i + t < here)[:, None] & (c < MORE)[None, :]
+        block = tl.load(source + (i + t)[:, None] * SOURCE_ROW + c[None, :], mask=there)
+        tl.store(to + (i + t)[:, None] * TO_ROW + c[None, :], block, mask=there)
+
+
+@triton.jit
+def _forward_token(x0, x1, x2, x3, w, y, UNIT: tl.constexpr, FAST: tl.constexpr):
+    out, _ = _silu(x0, x1, x2, x3, w, FAST)
     if UNIT:
         out = out * tl.math.rsqrt(tl.sum(out * out, axis=0) + EPS)
-    tl.store(y + i * row + c, out.to(y.dtype.element_ty), mask=i < last)
-
-
-@triton.jit
-def _forward_four(
-    a, b, d, e, x1, x2, x3, w0, w1, w2, w3, pa, pb, pd, pe, y, i, c, row, last,
-    UNIT: tl.constexpr, FAST: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    _forward_token(a, x1, x2, x3, w0, w1, w2, w3, pa, y, i, c, row, last, UNIT, FAST, WHOLE)
-    _forward_token(b, a, x1, x2, w0, w1, w2, w3, pb, y, i + 1, c, row, last, UNIT, FAST, WHOLE)
-    _forward_token(d, b, a, x1, w0, w1, w2, w3, pd, y, i + 2, c, row, last, UNIT, FAST, WHOLE)
-    _forward_token(e, d, b, a, w0, w1, w2, w3, pe, y, i + 3, c, row, last, UNIT, FAST, WHOLE)
+    tl.store(y, out.to(y.dtype.element_ty))
 
 
 @triton.jit
 def _forward_span(
-    x, weight, positions, y, c, first, last, x_row, y_row, SPAN: tl.constexpr, UNIT: tl.constexpr, FAST: tl.constexpr
-):
-    """All pointers at the span's first token and this head's first channel."""
-    w0, w1, w2, w3 = _taps(weight, c)
-    x3 = _load(x, x_row, -3, c, first, last)
-    x2 = _load(x, x_row, -2, c, first, last)
-    x1 = _load(x, x_row, -1, c, first, last)
-    for i in range(0, SPAN, 4):
-        # Four tokens a turn: their loads are under way together.
-        a, b = _load(x, x_row, i, c, first, last), _load(x, x_row, i + 1, c, first, last)
-        d, e = _load(x, x_row, i + 2, c, first, last), _load(x, x_row, i + 3, c, first, last)
-        pa, pb = _position(positions, i, last), _position(positions, i + 1, last)
-        pd, pe = _position(positions, i + 2, last), _position(positions, i + 3, last)
-        # Segments are long: hardly ever does one begin here, and only then do taps have to be masked.
-        if tl.minimum(tl.minimum(pa, pb), tl.minimum(pd, pe)) >= 3:
-            _forward_four(
-                a, b, d, e, x1, x2, x3, w0, w1, w2, w3, pa, pb, pd, pe, y, i, c, y_row, last, UNIT, FAST, True
-            )
+    x, weight, positions, y, c, start, here,
+    X_ROW: tl.constexpr, Y_ROW: tl.constexpr, TURN: tl.constexpr, UNIT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """All pointers at the span's first token, of which there are `here`, and this head's first channel."""
+    w = _half_taps(weight, c)
+    x3, x2, x1 = _before(x, X_ROW, start > 0)
+    words = _load(x, X_ROW, here >= TURN, TURN)
+    p = tl.load(positions + TURN - 1, mask=here >= TURN, other=0).to(tl.int32)
+    for i in range(0, here, TURN):
+        v = _append((x3, x2, x1), words)
+        whole, p = p >= TURN + 2, 0  # where the last is at TURN + 2 or later, the first is at 3 or later
+        if i + 2 * TURN <= here:
+            words = _load(x + TURN * X_ROW, X_ROW, None, TURN)
+            p = tl.load(positions + 2 * TURN - 1).to(tl.int32)
+        if whole:
+            for j in tl.static_range(TURN):
+                _forward_token(v[j + 3], v[j + 2], v[j + 1], v[j], w, y + j * Y_ROW, UNIT, FAST)
+            x3, x2, x1 = v[TURN], v[TURN + 1], v[TURN + 2]
         else:
-            _forward_four(
-                a, b, d, e, x1, x2, x3, w0, w1, w2, w3, pa, pb, pd, pe, y, i, c, y_row, last, UNIT, FAST, False
-            )
-        x3, x2, x1 = b, d, e
+            for j in range(tl.minimum(here - i, TURN)):
+                x0 = _wide(tl.load(x + j * X_ROW))
+                v1, v2, v3 = _inside(tl.load(positions + j), x1, x2, x3)
+                _forward_token(x0, v1, v2, v3, w, y + j * Y_ROW, UNIT, FAST)
+                x3, x2, x1 = x2, x1, x0
+        x += TURN * X_ROW
+        y += TURN * Y_ROW
+        positions += TURN
 
 
 @triton.jit
 def _forward_kernel(
-    x, weight, positions, q, k, v, rest, total, heads, row,
-    HEAD: tl.constexpr, SPAN: tl.constexpr, ROW: tl.constexpr, FAST: tl.constexpr, MORE: tl.constexpr, WIDE: tl.constexpr,
+    x, weight, positions, q, k, v, rest, total, HEADS: tl.constexpr, HEAD: tl.constexpr, SPAN: tl.constexpr, TURN: tl.constexpr,
+    X_ROW: tl.constexpr, PAIRS: tl.constexpr, FAST: tl.constexpr, MORE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    Y_ROW: tl.constexpr = HEADS * HEAD
+    X_WORDS: tl.constexpr = X_ROW // 2 if PAIRS else X_ROW
     # Heads go fastest: programs that run together then read whole rows.
     block, start = tl.program_id(0), tl.program_id(1).to(tl.int64) * SPAN
-    which, x_row, y_row = block // heads, row * ROW, heads * HEAD
-    x += start * x_row + block * HEAD
+    here = tl.minimum(total - start, SPAN).to(tl.int32)
+    x += start * X_ROW + block * HEAD
     weight += block * HEAD * 4
     positions += start
-    y_start = start * y_row + (block % heads) * HEAD
-    first, last = (-start).to(tl.int32), (total - start).to(tl.int32)
     c = tl.arange(0, HEAD)
-    if which == 0:
-        _forward_span(x, weight, positions, q + y_start, c, first, last, x_row, y_row, SPAN, True, FAST)
-    elif which == 1:
-        _forward_span(x, weight, positions, k + y_start, c, first, last, x_row, y_row, SPAN, True, FAST)
-    elif which == 3:  # x is at its other columns now
-        _pass_through(x, rest + start * MORE, x_row, MORE, last, MORE, WIDE, SPAN)
-    else:
-        _forward_span(x, weight, positions, v + y_start, c, first, last, x_row, y_row, SPAN, False, FAST)
+    at = start * Y_ROW + block % HEADS * HEAD + c
+    words = _words(x, HEAD, PAIRS)
+    if block < 2 * HEADS:  # one code for queries and keys: half the instructions to fetch
+        y = q
+        if block >= HEADS:
+            y = k
+        _forward_span(words, weight, positions, y + at, c, start, here, X_WORDS, Y_ROW, TURN, True, FAST)
+    elif block < 3 * HEADS:
+        _forward_span(words, weight, positions, v + at, c, start, here, X_WORDS, Y_ROW, TURN, False, FAST)
+    else:  # x is at its other columns now
+        _pass_through(x, rest + start * MORE, here, X_ROW, MORE, MORE, WIDE)
 
 
 @triton.jit
 def _backward_token(
-    x0, x1, x2, x3, dy, w0, w1, w2, w3, position, s1, s2, s3, g0, g1, g2, g3, dx, i, c, row, last,
-    UNIT: tl.constexpr, OWN: tl.constexpr, FAST: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Finishes and writes dx of token i - 3. s1 to s3: open sums of dx of the three tokens before i; g0 to g3: of the weights."""
+    x0, x1, x2, x3, dy, w, s, g, position, own, UNIT: tl.constexpr, FAST: tl.constexpr, WHOLE: tl.constexpr
+):
+    """dx of the token three back, now that this one is known; s: open sums of dx of the three before; g: twice the sums of dw."""
     if not WHOLE:
         x1, x2, x3 = _inside(position, x1, x2, x3)
-    z = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
-    sigmoid = _sigmoid(z, FAST)
-    y = z * sigmoid
-    if UNIT:
-        scale = tl.math.rsqrt(tl.sum(y * y, axis=0) + EPS)
-        unit = y * scale
-        dy = scale * (dy - unit * tl.sum(dy * unit, axis=0))
-    dz = dy * (sigmoid + y * (1.0 - sigmoid))
-    if OWN:  # the next span counts its tokens itself
-        g0 += dz * x0
-        g1 += dz * x1
-        g2 += dz * x2
-        g3 += dz * x3
-    if WHOLE:
-        done, s2, s1 = s3 + dz * w3, s2 + dz * w2, s1 + dz * w1
-    else:
-        d1, d2, d3 = _inside(position, dz * w1, dz * w2, dz * w3)
-        done, s2, s1 = s3 + d3, s2 + d2, s1 + d1
-    tl.store(dx + (i - 3) * row + c, done.to(dx.dtype.element_ty), mask=(i >= 3) & (i - 3 < last))
-    return dz * w0, s1, s2, g0, g1, g2, g3
-
-
-@triton.jit
-def _backward_four(
-    a, b, d, e, ya, yb, yd, ye, x1, x2, x3, w0, w1, w2, w3, pa, pb, pd, pe, s1, s2, s3, g0, g1, g2, g3, dx, i, c, row, last,
-    UNIT: tl.constexpr, FAST: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    s1, s2, s3, g0, g1, g2, g3 = _backward_token(
-        a, x1, x2, x3, ya, w0, w1, w2, w3, pa, s1, s2, s3, g0, g1, g2, g3, dx, i, c, row, last, UNIT, True, FAST, WHOLE
-    )
-    s1, s2, s3, g0, g1, g2, g3 = _backward_token(
-        b, a, x1, x2, yb, w0, w1, w2, w3, pb, s1, s2, s3, g0, g1, g2, g3, dx, i + 1, c, row, last, UNIT, True, FAST, WHOLE
-    )  # fmt: skip
-    s1, s2, s3, g0, g1, g2, g3 = _backward_token(
-        d, b, a, x1, yd, w0, w1, w2, w3, pd, s1, s2, s3, g0, g1, g2, g3, dx, i + 2, c, row, last, UNIT, True, FAST, WHOLE
-    )  # fmt: skip
-    return _backward_token(
-        e, d, b, a, ye, w0, w1, w2, w3, pe, s1, s2, s3, g0, g1, g2, g3, dx, i + 3, c, row, last, UNIT, True, FAST, WHOLE
-    )
+    y, tanh = _silu(x0, x1, x2, x3, w, FAST)
+    if UNIT:  # two sums that do not wait for each other
+        squares, along = tl.sum(y * y, axis=0), tl.sum(dy * y, axis=0)
+        scale = tl.math.rsqrt(squares + EPS)
+        dy = scale * (dy - (scale * scale * along) * y)
+    dz = dy + dy * (tanh + (y - y * tanh))  # gradient of half the convolution, times the weights' halves
+    d1, d2, d3 = dz * w[1], dz * w[2], dz * w[3]
+    if not WHOLE:
+        d1, d2, d3 = _inside(position, d1, d2, d3)
+    done, s = s[2] + d3, (dz * w[0], s[0] + d1, s[1] + d2)
+    if not WHOLE:
+        dz = tl.where(own, dz, 0.0)  # the next span counts its tokens itself
+    return done, s, (g[0] + dz * x0, g[1] + dz * x1, g[2] + dz * x2, g[3] + dz * x3)
 
 
 @triton.jit
 def _backward_span(
-    dy, x, weight, positions, dx, dw, c, first, last, x_row, dy_row, dx_row, channels,
-    SPAN: tl.constexpr, UNIT: tl.constexpr, FAST: tl.constexpr,
+    dy, x, weight, positions, dx, dw, c, start, here, after,
+    DY_ROW: tl.constexpr, X_ROW: tl.constexpr, DX_ROW: tl.constexpr, CHANNELS: tl.constexpr,
+    TURN: tl.constexpr, UNIT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """All pointers at the span's first token and this head's first channel; dw at the span's own sums."""
-    w0, w1, w2, w3 = _taps(weight, c)
-    x3 = _load(x, x_row, -3, c, first, last)
-    x2 = _load(x, x_row, -2, c, first, last)
-    x1 = _load(x, x_row, -1, c, first, last)
-    s1, s2, s3 = tl.zeros_like(w0), tl.zeros_like(w0), tl.zeros_like(w0)
-    g0, g1, g2, g3 = tl.zeros_like(w0), tl.zeros_like(w0), tl.zeros_like(w0), tl.zeros_like(w0)
-    for i in range(0, SPAN, 4):
-        a, b = _load(x, x_row, i, c, first, last), _load(x, x_row, i + 1, c, first, last)
-        d, e = _load(x, x_row, i + 2, c, first, last), _load(x, x_row, i + 3, c, first, last)
-        ya, yb = _load(dy, dy_row, i, c, first, last), _load(dy, dy_row, i + 1, c, first, last)
-        yd, ye = _load(dy, dy_row, i + 2, c, first, last), _load(dy, dy_row, i + 3, c, first, last)
-        pa, pb = _position(positions, i, last), _position(positions, i + 1, last)
-        pd, pe = _position(positions, i + 2, last), _position(positions, i + 3, last)
-        if tl.minimum(tl.minimum(pa, pb), tl.minimum(pd, pe)) >= 3:
-            s1, s2, s3, g0, g1, g2, g3 = _backward_four(
-                a, b, d, e, ya, yb, yd, ye, x1, x2, x3, w0, w1, w2, w3, pa, pb, pd, pe, s1, s2, s3, g0, g1, g2, g3,
-                dx, i, c, dx_row, last, UNIT, FAST, True,
-            )  # fmt: skip
+    """As in `_forward_span`; after: `here` and up to three tokens that reach back into the span; dw at the span's own sums."""
+    w = _half_taps(weight, c)
+    x3, x2, x1 = _before(x, X_ROW, start > 0)
+    zero = tl.zeros_like(x1)
+    s, g = (zero, zero, zero), (zero, zero, zero, zero)
+    words, dy_words = _load(x, X_ROW, here >= TURN, TURN), _load(dy, DY_ROW, here >= TURN, TURN)
+    p = tl.load(positions + TURN - 1, mask=here >= TURN, other=0).to(tl.int32)
+    dx -= 3 * DX_ROW
+    for i in range(0, here + 3, TURN):
+        v, dv = _append((x3, x2, x1), words), _append((), dy_words)
+        whole, p = p >= TURN + 2, 0
+        if i + 2 * TURN <= here:
+            words, dy_words = _load(x + TURN * X_ROW, X_ROW, None, TURN), _load(dy + TURN * DY_ROW, DY_ROW, None, TURN)
+            p = tl.load(positions + 2 * TURN - 1).to(tl.int32)
+        if whole:
+            for j in tl.static_range(TURN):
+                done, s, g = _backward_token(
+                    v[j + 3], v[j + 2], v[j + 1], v[j], dv[j], w, s, g, 0, True, UNIT, FAST, True
+                )
+                tl.store(dx + j * DX_ROW, done.to(dx.dtype.element_ty), mask=i + j >= 3)
+            x3, x2, x1 = v[TURN], v[TURN + 1], v[TURN + 2]
         else:
-            s1, s2, s3, g0, g1, g2, g3 = _backward_four(
-                a, b, d, e, ya, yb, yd, ye, x1, x2, x3, w0, w1, w2, w3, pa, pb, pd, pe, s1, s2, s3, g0, g1, g2, g3,
-                dx, i, c, dx_row, last, UNIT, FAST, False,
-            )  # fmt: skip
-        x3, x2, x1 = b, d, e
-    # The three tokens after the span still reach back into it.
-    for j in tl.static_range(3):
-        i = SPAN + j
-        x0, y0 = _load(x, x_row, i, c, first, last), _load(dy, dy_row, i, c, first, last)
-        p0 = _position(positions, i, last)
-        s1, s2, s3, g0, g1, g2, g3 = _backward_token(
-            x0, x1, x2, x3, y0, w0, w1, w2, w3, p0, s1, s2, s3, g0, g1, g2, g3, dx, i, c, dx_row, last,
-            UNIT, False, FAST, False,
-        )  # fmt: skip
-        x3, x2, x1 = x2, x1, x0
-    tl.store(dw + c, g3)
-    tl.store(dw + channels + c, g2)
-    tl.store(dw + 2 * channels + c, g1)
-    tl.store(dw + 3 * channels + c, g0)
+            for j in range(tl.minimum(here + 3 - i, TURN)):
+                there = i + j < after
+                x0, dy0 = _wide(tl.load(x + j * X_ROW, there, 0)), _wide(tl.load(dy + j * DY_ROW, there, 0))
+                position = tl.load(positions + j, there, 0)
+                done, s, g = _backward_token(x0, x1, x2, x3, dy0, w, s, g, position, i + j < here, UNIT, FAST, False)
+                tl.store(dx + j * DX_ROW, done.to(dx.dtype.element_ty), mask=i + j >= 3)
+                x3, x2, x1 = x2, x1, x0
+        x += TURN * X_ROW
+        dy += TURN * DY_ROW
+        dx += TURN * DX_ROW
+        positions += TURN
+    tl.store(dw, 0.5 * g[3])
+    tl.store(dw + CHANNELS, 0.5 * g[2])
+    tl.store(dw + 2 * CHANNELS, 0.5 * g[1])
+    tl.store(dw + 3 * CHANNELS, 0.5 * g[0])
 
 
 @triton.jit
 def _backward_kernel(
-    dq, dk, dv, drest, x, weight, positions, dx, dw, total, heads, row, dx_row,
-    HEAD: tl.constexpr, SPAN: tl.constexpr, ROW: tl.constexpr, DX_ROW: tl.constexpr, FAST: tl.constexpr,
-    MORE: tl.constexpr, WIDE: tl.constexpr,
+    dq, dk, dv, drest, x, weight, positions, dx, dw, total,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, SPAN: tl.constexpr, TURN: tl.constexpr, X_ROW: tl.constexpr, DX_ROW: tl.constexpr,
+    PAIRS: tl.constexpr, FAST: tl.constexpr, MORE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    CHANNELS: tl.constexpr = 3 * HEADS * HEAD
+    X_WORDS: tl.constexpr = X_ROW // 2 if PAIRS else X_ROW
+    DY_WORDS: tl.constexpr = HEADS * HEAD // 2 if PAIRS else HEADS * HEAD
     block, span = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    start, channels = span * SPAN, 3 * heads * HEAD
-    which, x_row, y_row, dx_row = block // heads, row * ROW, heads * HEAD, dx_row * DX_ROW
-    x += start * x_row + block * HEAD
+    start = span * SPAN
+    after = tl.minimum(total - start, SPAN + 3).to(tl.int32)
+    here = tl.minimum(after, SPAN)
+    x += start * X_ROW + block * HEAD
     weight += block * HEAD * 4
     positions += start
-    dx += start * dx_row + block * HEAD
-    dw += span * 4 * channels + block * HEAD
-    y_start = start * y_row + (block % heads) * HEAD
-    first, last = (-start).to(tl.int32), (total - start).to(tl.int32)
+    dx += start * DX_ROW + block * HEAD
     c = tl.arange(0, HEAD)
-    if which == 0:
-        dy = dq + y_start
+    dw += span * 4 * CHANNELS + block * HEAD + c
+    at = start * (HEADS * HEAD) + block % HEADS * HEAD
+    words = _words(x, HEAD, PAIRS)
+    if block < 2 * HEADS:
+        dy = dq
+        if block >= HEADS:
+            dy = dk
         _backward_span(
-            dy, x, weight, positions, dx, dw, c, first, last, x_row, y_row, dx_row, channels, SPAN, True, FAST
-        )
-    elif which == 1:
-        dy = dk + y_start
+            _words(dy + at, HEAD, PAIRS), words, weight, positions, dx + c, dw, c, start, here, after,
+            DY_WORDS, X_WORDS, DX_ROW, CHANNELS, TURN, True, FAST,
+        )  # fmt: skip
+    elif block < 3 * HEADS:
         _backward_span(
-            dy, x, weight, positions, dx, dw, c, first, last, x_row, y_row, dx_row, channels, SPAN, True, FAST
-        )
-    elif which == 3:
-        _pass_through(drest + start * MORE, dx, MORE, dx_row, last, MORE, WIDE, SPAN)
+            _words(dv + at, HEAD, PAIRS), words, weight, positions, dx + c, dw, c, start, here, after,
+            DY_WORDS, X_WORDS, DX_ROW, CHANNELS, TURN, False, FAST,
+        )  # fmt: skip
     else:
-        dy = dv + y_start
-        _backward_span(
-            dy, x, weight, positions, dx, dw, c, first, last, x_row, y_row, dx_row, channels, SPAN, False, FAST
-        )
+        _pass_through(drest + start * MORE, dx, here, MORE, DX_ROW, MORE, WIDE)
 
 
 def short_conv_fused(
@@ -282,25 +294,22 @@ def short_conv_fused(
     return _forward(x, weight, segments.positions, heads)
 
 
-def _unit(stride: int) -> int:
-    """The compiler proves 16-byte loads from a factor that it sees: a stride such as 3,336 is a multiple of 8, not of 16."""
-    return 8 if stride % 8 == 0 else 1
-
-
-def _launch(x: Tensor, weight: Tensor, heads: int) -> tuple[tuple[int, int], dict[str, Any], tuple[int, int, int]]:
-    """Grid, compile-time arguments, and (total, heads, row stride in units of ROW)."""
-    unit, more = _unit(x.stride(0)), x.shape[1] - len(weight)
+def _launch(x: Tensor, weight: Tensor, heads: int, *read: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Grid and compile-time arguments; read: what is read as x is."""
+    more = x.shape[1] - len(weight)
     grid = 3 * heads + (more > 0), triton.cdiv(len(x), SPAN)
-    constants = {"HEAD": len(weight) // (3 * heads), "SPAN": SPAN, "ROW": unit, "FAST": x.dtype != torch.float32}
+    pairs = x.dtype == torch.bfloat16 and x.stride(0) % 2 == 0 and all(t.data_ptr() % 4 == 0 for t in (x, *read))
+    constants = {"HEADS": heads, "HEAD": len(weight) // (3 * heads), "SPAN": SPAN, "TURN": TURN, "X_ROW": x.stride(0)}
+    constants |= {"PAIRS": pairs, "FAST": x.dtype != torch.float32}
     constants |= {"MORE": more, "WIDE": triton.next_power_of_2(max(more, 1)), "num_warps": 1}
-    return grid, constants, (len(x), heads, x.stride(0) // unit)
+    return grid, constants
 
 
 @torch.library.custom_op("dwslm::short_conv", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, positions: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, rest = _forward_shapes(x, weight, positions, heads)
-    grid, constants, sizes = _launch(x, weight, heads)
-    _forward_kernel[grid](x, weight, positions, q, k, v, rest, *sizes, **constants)
+    grid, constants = _launch(x, weight, heads)
+    _forward_kernel[grid](x, weight, positions, q, k, v, rest, len(x), **constants)
     return q, k, v, rest
 
 
@@ -309,25 +318,10 @@ def _backward(
     dq: Tensor, dk: Tensor, dv: Tensor, drest: Tensor, x: Tensor, weight: Tensor, positions: Tensor, heads: int
 ) -> tuple[Tensor, Tensor]:
     dx = x.new_empty(x.shape)
-    grid, constants, sizes = _launch(x, weight, heads)
+    grid, constants = _launch(x, weight, heads, dq, dk, dv)
+    constants |= {"DX_ROW": dx.stride(0), "maxnreg": REGISTERS}
     dw = weight.new_empty(grid[1], weight.shape[1], weight.shape[0])
-    unit = _unit(dx.stride(0))
-    _backward_kernel[grid](
-        dq,
-        dk,
-        dv,
-        drest,
-        x,
-        weight,
-        positions,
-        dx,
-        dw,
-        *sizes,
-        dx.stride(0) // unit,
-        DX_ROW=unit,
-        **constants,
-        maxnreg=REGISTERS,
-    )
+    _backward_kernel[grid](dq, dk, dv, drest, x, weight, positions, dx, dw, len(x), **constants)
     return dx, dw.sum(0).T.contiguous()
 
 
