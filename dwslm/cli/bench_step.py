@@ -72,8 +72,11 @@ def run(arguments: argparse.Namespace) -> None:
     overrides = list(arguments.overrides)
     if not any(override.startswith(CHOOSES) for override in overrides):
         overrides.insert(0, EXPERIMENT)
-    builds = named(arguments.builds.split(","), arguments.recorded)
-    check(overrides, [more for _, more in builds], console)
+    names = arguments.builds.split(",") if arguments.builds else []
+    if not names and not arguments.peer:
+        raise ValueError("--builds is empty: name one, or give --peer to measure that alone")
+    builds = named(names, arguments.recorded)
+    check(overrides, [more for _, more in builds] or [()], console)
     folders = compiler_caches(console)
     out = Path(arguments.out)
     document: dict[str, Any] = {

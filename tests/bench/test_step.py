@@ -58,6 +58,7 @@ def test_a_build_and_the_peer_on_a_cpu(tiny_data, tmp_path, monkeypatch, capsys)
     [
         (["--builds", "everything"], "unknown build 'everything': choose out of main, plain"),
         (["--builds", "plain,plain"], "build 'plain' is given twice"),
+        (["--builds", ""], "--builds is empty: name one, or give --peer"),
         (["--steps", "0"], "--steps must be 1 or more"),
         (["--budget-minutes", "0"], "--budget-minutes must be above 0"),
         (["model.nothing=1"], "unknown setting model.nothing"),

@@ -100,6 +100,22 @@ def test_auto_wants_the_build_that_is_counted(tiny_data, tmp_path):
     check_counted(launched, torch.device("cpu"), FUSED | {"attention": "torch"})  # a CPU's memory is not counted
 
 
+def test_a_build_on_a_gpu_is_refused_before_its_data_are_opened(tiny_data, tmp_path, monkeypatch):
+    class OnAGpu(Ranks):
+        def choose_device(self, name: str) -> torch.device:
+            return GPU
+
+    monkeypatch.setattr("dwslm.cli.build.engines", lambda *given: FUSED | {"attention": "torch"})
+    for given, said in ((False, "set train.compile=true"), (True, "model.attention_engine=")):
+        config = config_of(tiny_data, tmp_path, compile=given)
+        config.data.path = str(tmp_path / "none")
+        with pytest.raises(ValueError, match=said):
+            build(config, lr=None, ranks=OnAGpu())
+        config.train.micro_batch_tokens = 64  # a number is taken as it is
+        with pytest.raises(ValueError, match="is not a prepared dataset"):
+            build(config, lr=None, ranks=OnAGpu())
+
+
 def test_fp8_takes_the_candidates_that_it_can_multiply(built, tiny_data, tmp_path):
     """Six rows of 8 slots: 48, 24, 16 and 8 divide them, and FP8 takes multiples of 16."""
     plan = replace(built.plan, batch_tokens=48, rungs=((0, 8),))
