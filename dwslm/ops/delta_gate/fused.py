@@ -20,7 +20,7 @@ from dwslm.ops.delta_gate.sums import column_sums
 WARPS = 8
 TILE = 4 * 32 * WARPS  # values: four of a thread
 TILES = 4  # that are asked for together
-SPAN = 128  # tokens of a program backward, at least: 2 MB of sums for 65,536 tokens and 8 heads of 128, beside 537 MB
+SPAN = 256  # tokens of a program backward, at least: 1 MB of sums for 65,536 tokens and 8 heads of 128, beside 537 MB
 PER_LN2 = tl.constexpr(-1.4426950408889634)  # exp(-u) = exp2(u * this), and exp2 is one instruction
 
 

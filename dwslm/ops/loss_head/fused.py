@@ -55,16 +55,9 @@ def _nats_kernel(
         aim = tl.load(logits + target).to(tl.float32)
         c = tl.arange(0, TILE)
         total = tl.zeros((TILE,), tl.float32)
-        if WHOLE:
-            # A read may not pass a write that could be to the same place: the next tiles are asked for before these are written.
-            next_a, next_b = tl.load(logits + c), tl.load(logits + TILE + c)
         for i in range(0, vocab, 2 * TILE):
             if WHOLE:
-                a, b = next_a.to(tl.float32), next_b.to(tl.float32)
-                ahead = tl.minimum(
-                    i + 2 * TILE, vocab - 2 * TILE
-                )  # the last ones again, rather than what is past the row
-                next_a, next_b = tl.load(logits + ahead + c), tl.load(logits + ahead + TILE + c)
+                a, b = tl.load(logits + i + c).to(tl.float32), tl.load(logits + i + TILE + c).to(tl.float32)
                 e_a, e_b, slope_a, slope_b = _exponentials(a, b, cap)
                 tl.store(logits + i + c, (e_a * slope_a).to(logits.dtype.element_ty))
                 tl.store(logits + i + TILE + c, (e_b * slope_b).to(logits.dtype.element_ty))

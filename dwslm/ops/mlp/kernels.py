@@ -66,7 +66,6 @@ GRADIENT_WARPS = 16
 COLUMNS = 16  # of a program of `rows_transposed`: 32 bytes of a row, the least that memory hands out
 COLUMN_ROWS = 512
 BOTH_WARPS = 16
-LOADED = tl.constexpr("evict_first")  # `both` reads nothing twice: let the cache hold its writes until they fill pages
 FIRST_SCALE_BLOCK = 16384
 
 
@@ -193,8 +192,8 @@ def _fp8_scale_kernel(
 def _load_rows(x, at, step, mask):
     """Four tensors: every fourth row of a tile from its first, second, third and fourth on. `mask` None loads everything."""
     if mask is None:
-        a, b = tl.load(x + at, eviction_policy=LOADED), tl.load(x + step + at, eviction_policy=LOADED)
-        c, d = tl.load(x + 2 * step + at, eviction_policy=LOADED), tl.load(x + 3 * step + at, eviction_policy=LOADED)
+        a, b = tl.load(x + at), tl.load(x + step + at)
+        c, d = tl.load(x + 2 * step + at), tl.load(x + 3 * step + at)
     else:
         a, b = tl.load(x + at, mask=mask, other=0.0), tl.load(x + step + at, mask=mask, other=0.0)
         c, d = tl.load(x + 2 * step + at, mask=mask, other=0.0), tl.load(x + 3 * step + at, mask=mask, other=0.0)
