@@ -145,6 +145,8 @@ def activation_bytes(model: LanguageModel, shifted: bool) -> int:
         kept += 4 * s.width + s.mlp_hidden  # two norms, the stream twice, the hidden layer or its squared ReLU
         if s.mlp_precision == "fp8_delayed":
             per_token += s.mlp_hidden + s.width  # the square and the input, transposed float8
-            kept -= 0 if s.depth_block else s.width  # that stands for the norm's output, which attention residuals still want
+            kept -= (
+                0 if s.depth_block else s.width
+            )  # that stands for the norm's output, which attention residuals still want
         per_token += element * kept
     return per_token
