@@ -24,6 +24,17 @@ COMMANDS = (
 )
 
 
+def parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """The command line. Where a command takes settings (`overrides`, name=value), they may stand before, between and after its
+    options, which argparse by itself allows in one place only."""
+    arguments, rest = parser.parse_known_args(words)
+    if rest:
+        if not hasattr(arguments, "overrides") or any(word.startswith("-") or "=" not in word for word in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
 def main() -> None:
     """Parses the command line and calls the sub-command."""
     parser = argparse.ArgumentParser(
@@ -35,6 +46,6 @@ def main() -> None:
     asked = [name for name in COMMANDS if sys.argv[1:2] == [name]]
     for name in asked or COMMANDS:
         importlib.import_module(f"dwslm.cli.{name}").add_parser(commands)
-    arguments = parser.parse_args(sys.argv[1:])
+    arguments = parse(parser, sys.argv[1:])
     with one_line_errors():
         arguments.run(arguments)

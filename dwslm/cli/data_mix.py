@@ -24,7 +24,7 @@ MEASURED_SECONDS = 3.0
 def add_arguments_mix(parser: argparse.ArgumentParser) -> None:
     """What `dwslm data mix` takes."""
     parser.add_argument(
-        "settings",
+        "overrides",
         nargs="*",
         metavar="SETTING",
         help="as for train.py: experiment=main, data.path=data/corpus, data.mixture.anneal.sources=[books], ...",
@@ -49,7 +49,7 @@ def run_mix(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: for whatever a run with these settings would be refused for, where it is in the data.
     """
-    config = composed(arguments.settings, arguments.config_dir)
+    config = composed(arguments.overrides, arguments.config_dir)
     console = Console(stderr=True, soft_wrap=True) if arguments.json else make_console()
     packing = config.data.packing
     # The rate plays no part here, and a plan outside its law has one all the same.

@@ -28,7 +28,10 @@ def add_parser(commands: Any) -> None:
         description="Counts what a step moves and holds on each of N ranks. With pieces that were measured it predicts the time.",
     )
     parser.add_argument(
-        "settings", nargs="*", metavar="SETTING", help="of one model, as for train.py; default: 256M, 1B and 7B hybrids"
+        "overrides",
+        nargs="*",
+        metavar="SETTING",
+        help="of one model, as for train.py; default: 256M, 1B and 7B hybrids",
     )
     parser.add_argument(
         "--measured", metavar="FILE.json", help="what GPUs have shown (docs/scale.md says what it holds)"
@@ -64,9 +67,9 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.exchange:
         from dwslm.cli.scale_exchange import exchange
 
-        exchange(arguments.settings, arguments.vocab)
+        exchange(arguments.overrides, arguments.vocab)
         return
-    models = {"this model": tuple(arguments.settings)} if arguments.settings else MODELS
+    models = {"this model": tuple(arguments.overrides)} if arguments.overrides else MODELS
     text = document(models, arguments.ranks, arguments.vocab, Path(arguments.measured) if arguments.measured else None)
     if not arguments.write:
         print(text)

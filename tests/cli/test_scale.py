@@ -21,7 +21,7 @@ MEASURED = REPOSITORY / "docs" / "results" / "ranks-h200.json"
 
 def run(capsys, *settings: str, **changed) -> str:
     arguments = {"ranks": [1, 2], "vocab": 64, "measured": None, "write": None, "exchange": False} | changed
-    scale.run(argparse.Namespace(settings=list(settings), **arguments))
+    scale.run(argparse.Namespace(overrides=list(settings), **arguments))
     return capsys.readouterr().out
 
 
