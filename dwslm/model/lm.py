@@ -24,6 +24,7 @@ from dwslm.model.value_embedding import ValueEmbedding
 from dwslm.ops import attention as attention_op
 from dwslm.ops import delta_gate, depth_mix, loss_head, qk_norm_rope, short_conv
 from dwslm.ops import delta_rule as delta_rule_op
+from dwslm.ops.depth_mix.keys import reader_keys
 from dwslm.ops.loss_head import token_nats, total_nats
 from dwslm.ops.mlp import PRECISIONS, remember
 from dwslm.ops.norm import rms_norm
@@ -275,11 +276,13 @@ class LanguageModel(nn.Module):
     def depth_keys(self) -> Tensor:
         """Query times key gain of every reader of the attention residuals, in the order of reading: float32 [readers, width]."""
         readers = [reader for layer in self.layers for reader in (layer.mixer_query, layer.mlp_query)]
-        keys = []
+        queries: list[Tensor] = []
+        gains: list[Tensor] = []
         for reader in (*readers, self.final_query):
             assert isinstance(reader, DepthQuery)
-            keys.append(reader.query * reader.gain)
-        return torch.stack(keys)
+            queries.append(reader.query)
+            gains.append(reader.gain)
+        return reader_keys(queries, gains)
 
     def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, context: int) -> Tensor:
         """Sum of nats over the scored targets, float32 scalar; divide by the global count of scored targets to train.

@@ -3,7 +3,8 @@ import torch
 
 from dwslm.model.block import DepthQuery, DepthStream, FusedDepthStream
 from dwslm.model.projection import Norm
-from dwslm.ops.depth_mix import depth_mix, inverse_rms, resolve
+from dwslm.ops.depth_mix import depth_mix, inverse_rms, keys, resolve
+from dwslm.ops.depth_mix.keys import reader_keys
 from dwslm.ops.depth_mix.reference import depth_mix_reference
 from tests.model.small import small_model
 from tests.ops.helpers import output_and_gradients, relative_error
@@ -169,3 +170,15 @@ def test_fused_compiled_with_a_model_is_one_graph():
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert max(relative_error(g, gradients[0][name]) for name, g in gradients[1].items()) < 1e-3
+
+
+def test_keys_of_all_readers_at_once():
+    torch.manual_seed(0)
+    queries, gains = ([torch.randn(8, requires_grad=True) for _ in range(3)] for _ in range(2))
+    weight = torch.randn(3, 8)
+    got = reader_keys(queries, gains)
+    want = torch.stack([q * g for q, g in zip(queries, gains, strict=True)])
+    assert torch.equal(got, want)
+    for a, b in zip(*(torch.autograd.grad((y * weight).sum(), [*queries, *gains]) for y in (got, want)), strict=True):
+        assert torch.equal(a, b)
+    torch.library.opcheck(keys._keys, (queries, gains))
