@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dwslm.bench.work import Work
 from dwslm.ops.segments import Segments
+from dwslm.train.compiling import prepare_compiler
 
 Outputs = tuple[Tensor, ...]
 Run = Callable[[Sequence[Tensor], Segments], Outputs]
@@ -196,6 +197,7 @@ def compiled(run: Run, device: torch.device) -> Run:
     def over_tensors(inputs: list[Tensor], cu_seqlens: Tensor, ids: Tensor, positions: Tensor, context: int) -> Outputs:
         return run(inputs, Segments(cu_seqlens, ids, positions, context))
 
+    prepare_compiler()
     # Boundaries go in as tensors: new ones are then new values for the compiler, and not a new object.
     call = torch.compile(over_tensors, fullgraph=True, dynamic=False)
     return lambda inputs, seg: call(list(inputs), seg.cu_seqlens, seg.ids, seg.positions, seg.context)

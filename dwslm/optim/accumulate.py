@@ -19,7 +19,10 @@ LISTED = 128
 
 @triton.jit
 def _gradient_addresses_kernel(tensors, table, COUNT: tl.constexpr):
-    """Where tensors lie, as integers on the device: arguments of a kernel are part of a recording, a copy is not."""
+    """Where tensors lie, as integers on the device: arguments of a kernel are part of a recording, a copy is not.
+
+    The attention residuals have the same under another name: here no operator stands around it, so a profile goes by the name.
+    """
     for i in tl.static_range(COUNT):
         tl.store(table + i, tensors[i].to(tl.int64))
 

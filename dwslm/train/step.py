@@ -12,7 +12,7 @@ from dwslm.data.batch import IGNORE
 from dwslm.data.loader import GlobalBatch, TorchBatch
 from dwslm.model.lm import LanguageModel
 from dwslm.optim.optimizer import Optimizer
-from dwslm.train.compiling import name_operators_briefly
+from dwslm.train.compiling import prepare_compiler
 from dwslm.train.guard import Guard
 from dwslm.train.recording import Recorder
 
@@ -68,7 +68,7 @@ class TrainStep:
         self.stance: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.after_first = partial(torch.compiler.set_stance, "fail_on_recompile") if compile else nullcontext
         if compile:
-            name_operators_briefly()
+            prepare_compiler()
             self.hidden = torch.compile(model.hidden, fullgraph=True, dynamic=False, options=INDUCTOR)
 
     def micro_batch(self, batch: TorchBatch) -> None:

@@ -48,7 +48,7 @@ def test_engine_names_and_what_cannot_be_had():
 
 
 def chain(x, queries, gains, norms, mixers, block, fused):
-    """A network of nothing but readers: six sublayers, blocks of `block`, each reader normed and mixed by a matrix."""
+    """A network of nothing but readers: blocks of `block` sublayers, each a reader that is normed and mixed by a matrix."""
     keys, eps = queries * gains, 1e-6
     readers = [DepthQuery(x.shape[1]) for _ in queries]
     for reader, query, gain in zip(readers, queries, gains, strict=True):
@@ -95,6 +95,27 @@ def test_fused_in_a_chain_of_readers(block, width, dtype, bound):
     else:
         assert max(errors) < bound
     assert all(torch.equal(a, b) for a, b in zip(got, run(True, dtype), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1536, 4096, 8192])
+def test_fused_with_long_rows(width):
+    """Longer rows take more threads, up to what a multiprocessor has registers for."""
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(9, width, device="cuda"),
+        torch.randn(3, width, device="cuda") / width**0.5,
+        *(1 + 0.1 * torch.randn(2, 3, width, device="cuda")).unbind(),
+        torch.randn(2, width, width, device="cuda") / width**0.5,
+    ]
+    weight = torch.randn(9, width, device="cuda")
+
+    def run(fused, dtype):
+        cast = [x.to(dtype) if i in (0, 4) else x for i, x in enumerate(inputs)]
+        return output_and_gradients(lambda *args: chain(*args, block=2, fused=fused), cast, weight)
+
+    for g, w in zip(run(True, torch.bfloat16), run(False, torch.float32), strict=True):
+        assert relative_error(g, w) < 0.02
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dwslm.ops.delta_gate.sums import column_sums
+from dwslm.ops.column_sums import column_sums
 
 WARPS = 8
 TILE = 4 * 32 * WARPS  # values: four of a thread

@@ -33,11 +33,13 @@ from dwslm.ops.depth_mix.kernels import (
     read_kernel,
 )
 
-ROW = 1024  # columns of a row that one warp, or four in read', keep in registers
+ROW = 1024  # columns of a row that one warp, or four in read', keep in registers; longer rows get more
 RESIDENT = 4  # programs of read' on a multiprocessor: all at once, each with its share of the tokens
 STAGES = 3  # of read': rows of the next two tokens are on their way through shared memory
 MOST_REGISTERS = 128  # of a thread, for 16 warps on a multiprocessor
 CLOSE_REGISTERS = 144  # of close': 14 warps with two rows each on their way
+MOST_WARPS = 16  # of a program, where rows are long: more would leave a thread fewer than 128 registers
+REGISTER_FILE = 65_536  # registers of a multiprocessor: a program that asks for more does not start
 KEY_PROGRAMS = 64  # over which the tokens are spread in keys'
 
 
@@ -97,8 +99,10 @@ def read(
     return x, Partial(y.detach() if partial is None else value, link)
 
 
-def _warps(width: int, least: int) -> int:
-    return least * max(1, triton.next_power_of_2(width) // ROW)
+def _threads(width: int, warps: int, registers: int) -> dict[str, int]:
+    """Launch arguments of a kernel that keeps a row in registers: `warps` for `ROW` columns, and `registers` of a thread."""
+    warps = min(MOST_WARPS, warps * max(1, triton.next_power_of_2(width) // ROW))
+    return {"num_warps": warps, "maxnreg": min(registers, REGISTER_FILE // (32 * warps))}
 
 
 @torch.library.custom_op("dwslm::depth_close", mutates_args=())
@@ -137,7 +141,7 @@ def _close_backward(
     addresses_kernel[(1,)]((*rows, *pairs), table, COUNT=2 * readers)
     close_backward_kernel[(total,)](
         v, inverse, scores, keys, table[0], table[1], dv, ds, total, width, readers,
-        BLOCK=triton.next_power_of_2(width), num_warps=_warps(width, 1), maxnreg=CLOSE_REGISTERS,
+        BLOCK=triton.next_power_of_2(width), **_threads(width, 1, CLOSE_REGISTERS),
     )  # fmt: skip
     tokens, columns, most = (64, 128, 64) if v.dtype == torch.bfloat16 else (32, 32, 32)
     tile = min(most, max(16, triton.next_power_of_2(readers)))
@@ -193,7 +197,7 @@ def _read(
     read_kernel[(total,)](
         tuple(sources), tuple(scores), x if previous is None else previous, x if y is None else y, key, gain, x,
         value, stats, total, width, eps, COUNT=len(sources), PARTIAL=y is not None, ADD=previous is not None,
-        BLOCK=triton.next_power_of_2(width), num_warps=_warps(width, 1), maxnreg=MOST_REGISTERS,
+        BLOCK=triton.next_power_of_2(width), **_threads(width, 1, MOST_REGISTERS),
     )  # fmt: skip
     return x, stats, value, onward
 
@@ -230,7 +234,7 @@ def _read_backward(
     read_backward_kernel[(programs,)](
         dx, x, stats, x if value is None else value, x if incoming is None else incoming, key, gain, dh, pair, dvalue,
         sums, total, width, PARTIAL=value is not None, INCOMING=incoming is not None, BLOCK=block, STAGES=STAGES,
-        num_warps=_warps(width, 4), maxnreg=MOST_REGISTERS,
+        **_threads(width, 4, MOST_REGISTERS),
     )  # fmt: skip
     return dh, pair, dvalue, sums.sum(1)
 

@@ -1,6 +1,7 @@
 """The kernels of `fused`, which has their formulas. All are bound by memory: what one reads, it reads once.
 
-Stores stand at a kernel's end: no load can be moved up past one, as it might be the same memory. Nothing is added atomically.
+No load can be moved up past a store, as it might be the same memory. So stores stand behind the loads of their token, at the
+end where a program has one token. Nothing is added atomically.
 """
 
 import triton
@@ -162,7 +163,7 @@ def close_kernel(
     previous, y, keys, value, scores, inverse, total, width: tl.constexpr, readers, eps,
     ADD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, READERS: tl.constexpr,
 ):  # fmt: skip
-    """scores [readers, T], with the keys in two halves, so that matrix units make them as exactly as a float32 sum."""
+    """scores [readers, T]. Keys meet a bfloat16 row as two halves: matrix units then make scores as if keys had 16 bits."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     j = tl.program_id(1) * READERS + tl.arange(0, READERS)
     products = tl.zeros((TOKENS, READERS), tl.float32)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dwslm.ops.delta_gate.sums import column_sums
+from dwslm.ops.column_sums import column_sums
 
 TILE = 2048  # values that a program has at a time
 SPAN = 512  # tokens of a program backward

@@ -1,7 +1,8 @@
 """The last addition of gradients that are sums over tokens: what the programs of a backward kernel have left, by column.
 
-One launch for two matrices, in a fixed order and without atomics. A matrix of a few hundred rows and a thousand columns is read
-in about the time that a launch takes: as sums of PyTorch's each would take several times as long.
+One launch for the two matrices that such a kernel leaves (`delta_gate`, `gated_norm`), in a fixed order and without atomics. A
+matrix of a few hundred rows and a thousand columns is read in about the time that a launch takes: as sums of PyTorch's each would
+take several times as long.
 """
 
 import triton
