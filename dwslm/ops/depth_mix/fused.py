@@ -137,6 +137,7 @@ def _close_backward(
 ) -> tuple[Tensor, Tensor]:
     (total, width), readers = v.shape, len(rows)
     dv, ds = torch.empty_like(v), torch.empty_like(scores)
+    assert all(dh.data_ptr() % 16 == 0 for dh in rows), "the kernel moves 16 bytes at once"
     table = torch.empty(2, readers, dtype=torch.int64, device=v.device)
     addresses_kernel[(1,)]((*rows, *pairs), table, COUNT=2 * readers)
     close_backward_kernel[(total,)](
