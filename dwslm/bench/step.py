@@ -136,13 +136,12 @@ class OwnStepper:
 
     def _make(self, batch: GlobalBatch) -> MarkedStep:
         shape, parts = batch.micro_batches[0], self.parts
-        rows, slots = len(shape.tokens) // shape.context, len(shape.cu_seqlens) - 1
         made = MarkedStep(
             parts.model,
             parts.optimizer,
-            rows,
+            shape.rows,
             shape.context,
-            slots,
+            shape.slots,
             compile=parts.train.compile,
             record=parts.train.record,
             guard=self.guard,

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from dwslm.cli import bench_report, bench_step
-from dwslm.cli.bench_host import host, installed
+from dwslm.cli.bench_host import PACKAGES, host
 from dwslm.cli.errors import make_console
-from dwslm.cli.find import commit
+from dwslm.cli.find import commit, installed
 from dwslm.cli.prepare import prepare_sample
 from dwslm.config import SAMPLE_DATA
 
@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> None:
         "kind": arguments.verb,
         "command": shlex.join(["dwslm", *sys.argv[1:]]),
         "commit": commit(),
-        "versions": {"python": platform.python_version()} | installed(),
+        "versions": {"python": platform.python_version()} | installed(PACKAGES),
         "machine": host() | {"clock_cap_mhz": arguments.clock_cap},
     }
     out = Path(arguments.out or f"bench-{arguments.verb}.json")

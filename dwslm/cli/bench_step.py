@@ -20,9 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dwslm.bench.step_builds import BUILDS, GROUPS, MEANING, PEER, Measurement, named
-from dwslm.cli.bench_host import host, installed
+from dwslm.cli.bench_host import PACKAGES, host
 from dwslm.cli.errors import make_console
-from dwslm.cli.find import commit
+from dwslm.cli.find import commit, installed
 from dwslm.runs.durable import from_json, to_json
 
 FORMAT, KIND = 1, "step"
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
         "kind": KIND,
         "command": shlex.join(["dwslm", *sys.argv[1:]]),
         "commit": commit(),
-        "versions": {"python": platform.python_version()} | installed(),
+        "versions": {"python": platform.python_version()} | installed(PACKAGES),
         "machine": host() | {"clock_cap_mhz": arguments.clock_cap},
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": 0.0,

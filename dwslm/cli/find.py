@@ -1,6 +1,8 @@
-"""Finding what a command line names: checkpoints of runs, datasets, the commit of the code."""
+"""Finding what a command line names, checkpoints of runs and datasets, and what it runs with: commit and packages."""
 
 import subprocess
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dwslm.config import SAMPLE_DATA, DataSettings
@@ -86,3 +88,14 @@ def commit() -> str | None:
 
     head = git("rev-parse", "HEAD")
     return head and head + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those of these packages that are installed."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -96,10 +96,15 @@ def whole_step(config: RunConfig, built: Built, rung: int) -> Callable[[], None]
     ) as loader:
         batch = next(loader)
     shape = batch.micro_batches[0]
-    rows, slots = len(shape.tokens) // shape.context, len(shape.cu_seqlens) - 1
     settings = config.train
     step = TrainStep(
-        built.model, built.optimizer, rows, shape.context, slots, compile=settings.compile, record=settings.record
+        built.model,
+        built.optimizer,
+        shape.rows,
+        shape.context,
+        shape.slots,
+        compile=settings.compile,
+        record=settings.record,
     )
 
     def once() -> None:

@@ -4,7 +4,6 @@ import os
 import platform
 import shutil
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from rich.console import Console
 
 from dwslm.cli.build import Built
-from dwslm.cli.find import commit
+from dwslm.cli.find import commit, installed
 from dwslm.cli.plan_data import describe_plan, show_plan
 from dwslm.config import RunConfig, config_hash, to_plain
 from dwslm.optim.schedule import learning_rate
@@ -148,7 +147,7 @@ def record(config: RunConfig, built: Built) -> dict[str, Any]:
         "config_hash": config_hash(config),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "commit": commit(),
-        "versions": {"python": platform.python_version()} | installed_versions(),
+        "versions": {"python": platform.python_version()} | installed(PACKAGES),
         "seed": config.train.seed,
         "planned_tokens": built.plan.tokens,
         "steps": built.plan.steps,
@@ -162,14 +161,3 @@ def record(config: RunConfig, built: Built) -> dict[str, Any]:
         "hardware": hardware,
         "free_disk": shutil.disk_usage(config.runs_dir if Path(config.runs_dir).exists() else ".").free,
     }  # fmt: skip
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of the packages that can change a run's numbers."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -33,6 +33,15 @@ class TorchBatch:
     scored: int
     """Positions of this micro-batch that have a loss."""
 
+    @property
+    def rows(self) -> int:
+        return len(self.tokens) // self.context
+
+    @property
+    def slots(self) -> int:
+        """Segments that there is room for."""
+        return len(self.cu_seqlens) - 1
+
 
 @dataclass(frozen=True)
 class GlobalBatch:

@@ -15,6 +15,12 @@ WARPS = 8
 
 
 @triton.jit
+def add_pairs(a, b, c, d):
+    """For `tl.reduce` of two tensors at a time."""
+    return a + c, b + d
+
+
+@triton.jit
 def _sums_kernel(a, b, out, a_rows, b_rows, a_columns, b_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first, x, rows, columns = tl.program_id(0) * COLUMNS, a, a_rows, a_columns
     of_a = tl.cdiv(a_columns, COLUMNS) * COLUMNS

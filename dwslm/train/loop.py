@@ -285,20 +285,19 @@ class Trainer:
         shape = batch.micro_batches[0]
         if self.step is None or self.step.context != shape.context:
             self.ranks.compiling(True)
-            rows, slots = len(shape.tokens) // shape.context, len(shape.cu_seqlens) - 1
             self.step = TrainStep(
                 self.model,
                 self.optimizer,
-                rows,
+                shape.rows,
                 shape.context,
-                slots,
+                shape.slots,
                 compile=self.settings.compile,
                 record=self.settings.record,
                 guard=self.guard,
             )
             if self.plan.rungs[1:]:
                 at = {"step": self.position.step, "tokens": self.position.tokens}
-                self.writer.event("rung", **at, context=shape.context, rows=rows, slots=slots)
+                self.writer.event("rung", **at, context=shape.context, rows=shape.rows, slots=shape.slots)
         return self.step
 
     def _phase(self, row: int) -> int:

@@ -15,12 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dwslm.ops.column_sums import column_sums
+from dwslm.ops.column_sums import add_pairs, column_sums
 
 WARPS = 8
 TILE = 4 * 32 * WARPS  # values: four of a thread
 TILES = 4  # that are asked for together
-SPAN = 256  # tokens of a program backward, at least: 1 MB of sums for 65,536 tokens and 8 heads of 128, beside 537 MB
+# Tokens of a program backward: whole turns of TILES for heads of 16 and more. 1 MB of sums for 65,536 tokens and 8 heads of 128,
+# beside 537 MB.
+SPAN = 256
 PER_LN2 = tl.constexpr(-1.4426950408889634)  # exp(-u) = exp2(u * this), and exp2 is one instruction
 
 
@@ -29,11 +31,6 @@ def _sigmoid(t):
     """Of u, from t = PER_LN2 u. No division, and no hardware tanh: a gate that is nearly shut decays by its last digits."""
     root = tl.math.rsqrt(1.0 + tl.math.exp2(t))
     return root * root
-
-
-@triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
 
 
 @triton.jit
@@ -97,7 +94,7 @@ def _backward_kernel(
             tl.store(df + place, d.to(df.dtype.element_ty), mask=there)
             bias_sum += d
             rate_sum += d * x  # and the bias's share at the end
-    bias_sum, rate_sum = tl.reduce((bias_sum, rate_sum), 0, _add_pairs)
+    bias_sum, rate_sum = tl.reduce((bias_sum, rate_sum), 0, add_pairs)
     tl.store(bias_sums + span * row + head * HEAD + c, bias_sum)
     tl.store(rate_sums + span * heads + head, tl.sum(rate_sum + bias * bias_sum, axis=0))
     b = _sigmoid(PER_LN2 * z.to(tl.float32))
@@ -138,12 +135,11 @@ def _backward(
     df, dlogits, _ = _backward_shapes(dg, dbeta, f, a_log, dt_bias, logits, bound)
     total, heads = len(f), len(a_log)
     tile = _tile(f, a_log)
-    span = max(SPAN, TILES * tile["TOKENS"])
-    spans = triton.cdiv(total, span)
+    spans = triton.cdiv(total, SPAN)
     bias_sums, rate_sums = a_log.new_empty(spans, len(dt_bias)), a_log.new_empty(spans, heads)
     _backward_kernel[heads, spans](
         dg, dbeta, f, a_log, dt_bias, logits, df, dlogits, bias_sums, rate_sums, total, heads, logits.stride(0), bound,
-        SPAN=span, **tile,
+        SPAN=SPAN, **tile,
     )  # fmt: skip
     return df, dlogits, column_sums(bias_sums, rate_sums)
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dwslm.ops.column_sums import column_sums
+from dwslm.ops.column_sums import add_pairs, column_sums
 
 TILE = 2048  # values that a program has at a time
 SPAN = 512  # tokens of a program backward
@@ -24,11 +24,6 @@ PER_LN2 = tl.constexpr(-1.4426950408889634)  # exp(-u) = exp2(u * this), and exp
 def _sigmoid(u):
     root = tl.math.rsqrt(1.0 + tl.math.exp2(u * PER_LN2))  # no division
     return root * root
-
-
-@triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
 
 
 @triton.jit
@@ -76,7 +71,7 @@ def _backward_kernel(
         d *= own_gain * (1.0 - s)
         tl.store(dgate + at + offsets, d.to(dgate.dtype.element_ty), mask=there)
         bias_sum += d
-    bias_sum, gain_sum = tl.reduce((bias_sum, gain_sum), 0, _add_pairs)
+    bias_sum, gain_sum = tl.reduce((bias_sum, gain_sum), 0, add_pairs)
     own = span * row + head * HEAD + c
     tl.store(bias_sums + own, bias_sum)
     tl.store(gain_sums + own, gain_sum)
