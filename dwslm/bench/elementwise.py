@@ -1,4 +1,4 @@
-"""Passes over memory with hardly any arithmetic: the residual stream's norm, and QK-norm with rotary positions."""
+"""Passes over memory with hardly any arithmetic: the residual stream's addition and norm, and QK-norm with rotary positions."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,8 @@ from torch import Tensor
 
 from dwslm.bench.case import Case, Cost, Engine, Run, Shape, compiled
 from dwslm.bench.work import Work
+from dwslm.ops import add_norm
+from dwslm.ops.add_norm.reference import add_norm_reference
 from dwslm.ops.norm import rms_norm
 from dwslm.ops.qk_norm_rope import qk_norm_rope, resolve
 from dwslm.ops.qk_norm_rope.reference import qk_norm_rope_reference
@@ -54,6 +56,59 @@ def norm_cases(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[C
         engines=(
             Engine("compiled", lambda: compiled(run, device)),
             Engine("eager", lambda: run),
+        ),
+    )
+    return [case]
+
+
+def residual_cases(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Case]:
+    """As a reader of the stream has it: forward compiled in any case, since "fused" is a kernel for the backward pass."""
+    width = shape.width
+
+    def draw(tokens: int, kind: str, generator: torch.Generator) -> list[Tensor]:
+        x, y = (torch.randn(tokens, width, device=generator.device, generator=generator).to(dtype) for _ in range(2))
+        return [x, y, 1 + 0.1 * torch.randn(width, device=generator.device, generator=generator)]
+
+    def reference(inputs: Sequence[Tensor], cu_seqlens: Tensor) -> tuple[Tensor, ...]:
+        x, y, gain = inputs
+        return add_norm_reference(x, y, gain, EPS)
+
+    def run(name: str) -> Run:
+        def own(inputs: Sequence[Tensor], segments: Segments) -> tuple[Tensor, ...]:
+            x, y, gain = inputs
+            return add_norm.add_norm(x, y, gain, EPS, name)
+
+        return own
+
+    def fused() -> Run:
+        add_norm.resolve("fused", device, width)
+        return compiled(run("fused"), device)
+
+    def cost(work: Work) -> Cost:
+        """Some 5 operations an entry forward, 17 in all. Forward: x and y in, sum and norm out. Backward: both gradients and the
+        sum in, one gradient out, which is that of x and of y."""
+        n = float(work.tokens * width)
+        return Cost(5 * n, 17 * n, 4 * n * dtype.itemsize, 8 * n * dtype.itemsize)
+
+    case = Case(
+        op="add_norm",
+        name=f"addition and rms norm {width}",
+        heads=None,
+        inputs=("x", "y", "gain"),
+        tokenwise=(True, True, False),
+        learnt=(True, True, True),
+        outputs=("sum", "o"),
+        dtype=dtype,
+        draw=draw,
+        reference=reference,
+        reference_name="the formula, float64",
+        bound=BOUND,
+        packed=False,
+        cost=cost,
+        engines=(
+            Engine("fused", fused),
+            Engine("compiled", lambda: compiled(run("torch"), device)),
+            Engine("torch", lambda: run("torch")),
         ),
     )
     return [case]

@@ -94,6 +94,7 @@ class Bench:
             *gates.cases(*arguments),
             *depth_mix.cases(*arguments),
             *elementwise.norm_cases(*arguments),
+            *elementwise.residual_cases(*arguments),
             *elementwise.rope_cases(*arguments),
             *newton_schulz.cases(self.shape, self.device),
         ]

@@ -7,8 +7,8 @@ from dwslm.bench.case import Shape
 from dwslm.model.lm import ModelSettings
 
 OPS = (
-    "attention", "delta_rule", "mlp", "head", "short_conv", "delta_gate", "gated_norm", "depth_mix", "norm", "rope",
-    "newton_schulz", "optimizer",
+    "attention", "delta_rule", "mlp", "head", "short_conv", "delta_gate", "gated_norm", "depth_mix", "norm", "add_norm",
+    "rope", "newton_schulz", "optimizer",
 )  # fmt: skip
 BY_CONTEXT = ("attention", "delta_rule")
 """Operations whose time depends on how documents lie in rows."""

@@ -20,9 +20,9 @@ from dwslm.model.lm import DTYPES, LanguageModel, ModelSettings
 from dwslm.optim.optimizer import Optimizer
 
 BYTES = 2  # of an activation
-NORM_PASSES = 4 + 5
+NORM_PASSES = 4 + 4
 """Residual addition and norm of a sublayer, in tensors [T, width]: stream and output in, stream and normed input out; backward
-two gradients and the stream in, two gradients out."""
+two gradients and the stream in, one gradient out, which is that of stream and output."""
 RELU_PASSES = 2 + 3
 """Squared ReLU, in tensors [T, hidden]: in and out; backward gradient and input in, gradient out."""
 GATE_BYTES = (2 + 4) + (4 + 2 + 2)

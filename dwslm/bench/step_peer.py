@@ -19,6 +19,7 @@ from dwslm.data.batch import IGNORE
 from dwslm.data.loader import GlobalBatch, TorchBatch
 from dwslm.model.delta import GATE_BOUND
 from dwslm.model.lm import ModelSettings
+from dwslm.ops.tuning import compile_together
 
 INSTALL = "pip install flash-linear-attention"
 LEARNING_RATE, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
@@ -79,6 +80,8 @@ class PeerStepper:
         self, settings: ModelSettings, vocab_size: int, context: int, device: torch.device, *, split: int, compile: bool
     ):
         """split: pieces that a micro-batch is cut into, at rows, where all of it does not fit."""
+        if device.type == "cuda":
+            compile_together()  # what it tunes takes minutes otherwise; the same variant wins
         models = importlib.import_module("fla.models")
         self.attention = stand_in()
         config = models.KDAConfig(**configuration(settings, vocab_size, context))

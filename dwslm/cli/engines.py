@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from dwslm.model.lm import DTYPES, ModelSettings
-from dwslm.ops import attention, delta_gate, delta_rule, depth_mix, loss_head, mlp, qk_norm_rope, short_conv
+from dwslm.ops import add_norm, attention, delta_gate, delta_rule, depth_mix, loss_head, mlp, qk_norm_rope, short_conv
 
 PARTS = {
     "attention": "attention_engine",
@@ -14,6 +14,7 @@ PARTS = {
     "delta rule": "delta_engine",
     "convolution": "conv_engine",
     "gates": "gate_engine",
+    "residual norm": "norm_engine",
     "attention residuals": "depth_engine",
     "head": "head_engine",
 }
@@ -46,6 +47,8 @@ def engine(part: str, s: ModelSettings, device: torch.device) -> str:
         return short_conv.resolve(s.conv_engine, device, s.delta_head_dim)
     if part == "gates" and "kda" in kinds:
         return delta_gate.resolve(s.gate_engine, device, s.delta_head_dim)
+    if part == "residual norm" and not s.depth_block:
+        return add_norm.resolve(s.norm_engine, device, s.width)
     if part == "attention residuals" and s.depth_block:
         return depth_mix.resolve(s.depth_engine, device)
     if part == "head":

@@ -15,6 +15,7 @@ from dwslm.model.delta import DeltaAttention
 from dwslm.model.mlp import MLP
 from dwslm.model.projection import Norm
 from dwslm.model.rotary import Rotary
+from dwslm.ops.add_norm import add_norm, last_norm
 from dwslm.ops.depth_mix import depth_mix, inverse_rms
 from dwslm.ops.segments import Segments
 
@@ -31,21 +32,33 @@ class DepthQuery(nn.Module):
         self.gain = nn.Parameter(torch.empty(width))
 
 
-# Streams are values: `read` and `add` give a new one. A compiler follows that exactly, which cannot be said of attributes that
-# change.
+# Streams are values: `read` and `add` give a new one; `last` is for the final reader. A compiler follows that exactly, which
+# cannot be said of attributes that change.
 
 
 @dataclass(frozen=True)
 class PlainStream:
-    """The usual residual stream: every reader sees the running sum x, [T, width]."""
+    """The usual residual stream: every reader sees the running sum x, [T, width].
+
+    Attributes:
+        engine: of `add_norm`.
+        pending: output of the last sublayer, which the next reader adds to x, in the pass in which it reads.
+    """
 
     x: Tensor
+    engine: str
+    pending: Tensor | None = None
 
     def read(self, query: DepthQuery | None, norm: Norm) -> tuple[Tensor, "PlainStream"]:
-        return norm(self.x), self
+        x, normed = add_norm(self.x, self.pending, norm.gain, norm.eps, self.engine)
+        return normed, replace(self, x=x, pending=None)
+
+    def last(self, query: DepthQuery | None, norm: Norm) -> Tensor:
+        return last_norm(self.x, self.pending, norm.gain, norm.eps, self.engine)
 
     def add(self, y: Tensor) -> "PlainStream":
-        return PlainStream(self.x + y)
+        assert self.pending is None, "one reader between two additions"
+        return replace(self, pending=y)
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,9 @@ class DepthStream:
         if self.partial is not None:
             sources, inverse = [*sources, self.partial], [*inverse, inverse_rms(self.partial, self.eps)]
         return norm(depth_mix(sources, inverse, query.query, query.gain)), self
+
+    def last(self, query: DepthQuery | None, norm: Norm) -> Tensor:
+        return self.read(query, norm)[0]
 
     def add(self, y: Tensor) -> "DepthStream":
         total = y if self.partial is None else self.partial + y
@@ -124,6 +140,9 @@ class FusedDepthStream:
         key = self.keys[self.added]
         x, partial = read(sources, scores, rows, pairs, self.partial, self.pending, key, norm.gain, norm.eps)
         return x, replace(self, partial=partial, pending=None)
+
+    def last(self, query: DepthQuery | None, norm: Norm) -> Tensor:
+        return self.read(query, norm)[0]
 
     def add(self, y: Tensor) -> "FusedDepthStream":
         assert self.pending is None, "one reader between two additions"

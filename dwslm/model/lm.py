@@ -21,8 +21,8 @@ from dwslm.model.mlp import MLP
 from dwslm.model.projection import Norm, OutputBlock, Projection, Table
 from dwslm.model.rotary import RopeSettings, Rotary, attention_scale, rotation_frequencies
 from dwslm.model.value_embedding import ValueEmbedding
+from dwslm.ops import add_norm, delta_gate, depth_mix, loss_head, qk_norm_rope, short_conv
 from dwslm.ops import attention as attention_op
-from dwslm.ops import delta_gate, depth_mix, loss_head, qk_norm_rope, short_conv
 from dwslm.ops import delta_rule as delta_rule_op
 from dwslm.ops.depth_mix.keys import reader_keys
 from dwslm.ops.loss_head import token_nats, total_nats
@@ -104,6 +104,9 @@ class ModelSettings:
     """Kernel of the short convolution: "fused" (Triton), "torch", or "auto", which is "fused" on a GPU."""
     gate_engine: str = "auto"
     """Kernels of KDA's decay gate and gated output norm: "fused" (Triton), "torch", or "auto", which is "fused" on a GPU."""
+    norm_engine: str = "auto"
+    """Kernel of the residual stream's addition and norm, where there are no attention residuals: "fused" (Triton), "torch", or
+    "auto", which is "fused" on a GPU."""
     depth_engine: str = "auto"
     """Kernel of the attention residuals: "fused" (Triton), "torch", or "auto", which is "fused" on a GPU."""
     head_engine: str = "auto"
@@ -165,6 +168,7 @@ class ModelSettings:
         qk_norm_rope.check_name(self.qk_norm_engine)
         short_conv.check_name(self.conv_engine)
         delta_gate.check_name(self.gate_engine)
+        add_norm.check_name(self.norm_engine)
         depth_mix.check_name(self.depth_engine)
         loss_head.check_name(self.head_engine)
 
@@ -264,14 +268,14 @@ class LanguageModel(nn.Module):
         rotary = Rotary(seg.positions, self.frequencies, self.scale)
         s = self.settings
         x = rms_norm(self.embedding(tokens), eps=s.norm_eps).to(DTYPES[s.dtype])
-        stream: Stream = PlainStream(x)
+        stream: Stream = PlainStream(x, s.norm_engine)
         if s.depth_block and depth_mix.resolve(s.depth_engine, x.device) == "fused":
             stream = FusedDepthStream(s.depth_block, s.norm_eps, self.depth_keys()).with_block(x)
         elif s.depth_block:
             stream = DepthStream(s.depth_block, s.norm_eps).with_block(x)
         for layer in self.layers:
             stream = layer(stream, tokens, seg, rotary)
-        return stream.read(self.final_query, self.final_norm)[0]
+        return stream.last(self.final_query, self.final_norm)
 
     def depth_keys(self) -> Tensor:
         """Query times key gain of every reader of the attention residuals, in the order of reading: float32 [readers, width]."""

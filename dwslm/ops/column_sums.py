@@ -1,8 +1,8 @@
 """The last addition of gradients that are sums over tokens: what the programs of a backward kernel have left, by column.
 
-One launch for the two matrices that such a kernel leaves (`delta_gate`, `gated_norm`), in a fixed order and without atomics. A
-matrix of a few hundred rows and a thousand columns is read in about the time that a launch takes: as sums of PyTorch's each would
-take several times as long.
+One launch for the matrix or two that such a kernel leaves (`add_norm`, `delta_gate`, `gated_norm`), in a fixed order and without
+atomics. A matrix of a few hundred rows and a thousand columns is read in about the time that a launch takes: as sums of PyTorch's
+each would take several times as long.
 """
 
 import triton
@@ -35,8 +35,9 @@ def _sums_kernel(a, b, out, a_rows, b_rows, a_columns, b_columns, ROWS: tl.const
     tl.store(out + c, tl.sum(total, axis=0), mask=c < columns)
 
 
-def column_sums(a: Tensor, b: Tensor) -> Tensor:
+def column_sums(a: Tensor, b: Tensor | None = None) -> Tensor:
     """The sums of float32 [n, a_columns] and [m, b_columns] over their rows, side by side: [a_columns + b_columns]."""
+    b = a[:, :0] if b is None else b
     columns = a.shape[1], b.shape[1]
     out = a.new_empty(sum(columns))
     programs = sum(triton.cdiv(n, COLUMNS) for n in columns)

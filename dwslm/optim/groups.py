@@ -130,7 +130,8 @@ def routing_table(blocks: Sequence[Block], lr: float) -> list[dict[str, object]]
 def memory_bytes(blocks: Sequence[Block]) -> dict[str, int]:
     """Bytes held beside the parameters, all float32: `master`, `gradient`, each kind of state, and `update`.
 
-    The last is there during a step only: new weights and state, before they replace the old ones.
+    The last is there during a step only, on a GPU: directions, before weights have moved along them. A CPU has new weights and
+    state there for a while, beside the old ones.
     """
     total: dict[str, int] = {"master": 0, "gradient": 0, "update": 0}
     for block in blocks:
@@ -140,5 +141,4 @@ def memory_bytes(blocks: Sequence[Block]) -> dict[str, int]:
         total["update"] += size
         for kind in STATE[block.rule]:
             total[kind] = total.get(kind, 0) + (4 if kind == "radius" else size)
-            total["update"] += 0 if kind == "radius" else size
     return total

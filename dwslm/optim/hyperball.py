@@ -32,9 +32,12 @@ def sphere_step(weight: Tensor, direction: Tensor, radius: Tensor, rate: Tensor,
     """
     radius = radius[:, None, None]
     length = frobenius(direction)
-    moved = weight - direction * (rate * radius / length.clamp_min(SMALLEST))
-    moved = moved * (radius / frobenius(moved).clamp_min(SMALLEST))
-    return torch.where(finite & (length > 0), moved, weight)
+    step = rate * radius / length.clamp_min(SMALLEST)
+    # ||W - step u||^2 from three sums of one pass: the moved matrix would be written and read twice more for its norm.
+    along = (weight * direction).sum(dim=(-2, -1), keepdim=True)
+    moved = (frobenius(weight).square() - 2 * step * along + (rate * radius).square()).clamp_min(0).sqrt()
+    scale = radius / moved.clamp_min(SMALLEST)
+    return torch.where(finite & (length > 0), (weight - direction * step) * scale, weight)
 
 
 def muonh(

@@ -15,7 +15,7 @@ from .hyperball import adamh, frobenius, muonh
 from .muon import muon
 from .newton_schulz import newton_schulz
 from .settings import OptimSettings
-from .shares import Place, Ranks, adder, aligned, deal, lay_out, mail_bytes, make_mail, part_of
+from .shares import LARGE, Place, Ranks, adder, aligned, deal, lay_out, mail_bytes, make_mail, part_of
 from .stack import Group, make_group
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -154,7 +154,7 @@ class Optimizer:
                 raise ValueError(f"lr={lr} must be 0 or more")
             self._rate.fill_(lr)
         norm, accepted, new = self._alone() if self.ranks is None else self._together(self.ranks)
-        _copy(to=[tensor for group in self.groups for tensor in group.changing()], source=new)
+        _copy(to=[t for group in self.groups for t in group.changing() if not self._stored(t)], source=new)
         self.step_count.add_(accepted)
         self.skipped.add_(~accepted)
         self.accepted.copy_(accepted)
@@ -185,12 +185,9 @@ class Optimizer:
         return torch.stack(parts).sum() if parts else torch.zeros((), device=self.device)
 
     def _update(self, squares: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Gradient norm, whether the step is taken, and what every group's `changing()` becomes.
+        """Gradient norm, whether the step is taken, and what becomes of every group's `changing()` but for what was `_stored`.
 
         squares: of the whole gradient's norm.
-
-        Nothing is written here: the compiler fuses pure functions better, and its CPU backend fails on some
-        in-place ones (pytorch issue 196570).
         """
         clip = self.settings.clip
         gradients = self._gradients()
@@ -201,8 +198,20 @@ class Optimizer:
         new: list[Tensor] = []
         for group, gradient in zip(self.groups, gradients, strict=True):
             rate = self._rate * group.blocks[0].lr_factor
-            new += self._update_group(group, gradient * scale, rate, finite, step)
+            updated = self._update_group(group, gradient * scale, rate, finite, step)
+            for tensor, value in zip(group.changing(), updated, strict=True):
+                if self._stored(tensor):
+                    tensor.copy_(value)
+                else:
+                    new.append(value)
         return norm, finite, new
+
+    def _stored(self, tensor: Tensor) -> bool:
+        """Whether `_update` writes this itself, in the pass that computes it: no second copy, and none to be moved.
+
+        Small ones would be a kernel each. On a CPU the compiler fails on some functions that write (pytorch issue 196570).
+        """
+        return self.device.type == "cuda" and tensor.numel() >= LARGE
 
     def _update_group(
         self, group: Group, gradient: Tensor, rate: Tensor, finite: Tensor, step: Tensor

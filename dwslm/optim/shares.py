@@ -23,6 +23,8 @@ NEWTON_SCHULZ_RULES = ("muonh", "muon")
 # An element of a matrix of this smaller side costs as much to orthogonalise as to send and update: five steps take about
 # 22 x side operations an element. At 600 Tflop/s of products and 350 GB/s between ranks.
 EQUAL_COST_SIDE = 700
+LARGE = 1 << 20
+"""Elements from which on moving a tensor takes longer than launching a kernel for it."""
 LEAST_ROWS_ELEMENTS = 1024  # a table is not cut into pieces smaller than this
 
 
@@ -70,7 +72,8 @@ def alike(blocks: Sequence[Block]) -> list[list[Block]]:
     """Blocks that one group can hold together."""
     found: dict[tuple[object, ...], list[Block]] = {}
     for block in blocks:
-        shape = block.shape if block.rule in MATRIX_RULES else None
+        elements = torch.Size(block.shape).numel()
+        shape = block.shape if block.rule in MATRIX_RULES else elements >= LARGE
         found.setdefault((block.rule, shape, block.lr_factor, block.weight_decay), []).append(block)
     return list(found.values())
 

@@ -21,7 +21,17 @@ from dwslm.page.words import (
 )
 
 FP8_BAR = 0.10  # of the plan: FP8 has to be faster by more than this
-SMALL = ("short_conv", "delta_gate", "gated_norm", "depth_mix", "norm", "rope", "newton_schulz", "optimizer")
+SMALL = (
+    "short_conv",
+    "delta_gate",
+    "gated_norm",
+    "depth_mix",
+    "norm",
+    "add_norm",
+    "rope",
+    "newton_schulz",
+    "optimizer",
+)
 
 
 def mlp(bench: Bench) -> Section | None:

@@ -16,6 +16,7 @@ OPS = {
     "mlp": "MLP",
     "head": "loss head",
     "norm": "norm",
+    "add_norm": "residual addition and norm",
     "rope": "rotary positions",
     "newton_schulz": "Newton-Schulz",
     "optimizer": "optimizer step",

@@ -49,7 +49,7 @@ class Share:
     newton_schulz_flop: float
     elements: int
     state: int
-    """Bytes of masters and state, and of what replaces them during an update."""
+    """Bytes of masters and state, and of the directions of an update."""
 
 
 class Model:

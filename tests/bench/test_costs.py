@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dwslm.bench import attention, delta_rule, gates, head, mlp, newton_schulz, short_conv
+from dwslm.bench import attention, delta_rule, elementwise, gates, head, mlp, newton_schulz, short_conv
 from dwslm.bench.case import Cost
 from dwslm.bench.figures import blank_row, fill_figures
 from dwslm.bench.request import Request
@@ -85,6 +85,14 @@ def test_gates_read_and_write_every_value_once_a_pass():
     decay, norm = (case.cost(some) for case in gates.cases(MAIN, BF16, torch.device("cpu")))
     assert (decay.forward_bytes, decay.bytes) == (6 * values, 14 * values)
     assert (norm.forward_bytes, norm.bytes) == (3 * 2 * values, 8 * 2 * values)
+
+
+def test_addition_and_norm_read_and_write_every_value_once_a_pass():
+    """Two in, two out; backward two gradients and the sum in, one gradient out."""
+    (cost,) = (
+        case.cost(work(100, 100, [0, 100])) for case in elementwise.residual_cases(MAIN, BF16, torch.device("cpu"))
+    )
+    assert (cost.forward_bytes, cost.bytes) == (4 * 2 * 100 * MAIN.width, 8 * 2 * 100 * MAIN.width)
 
 
 def test_newton_schulz_by_its_products():

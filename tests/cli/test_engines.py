@@ -17,14 +17,16 @@ GPU_ONLY = {
     "delta rule": "cudnn",
     "convolution": "fused",
     "gates": "fused",
+    "residual norm": "fused",
     "attention residuals": "fused",
 }
 
 
 @pytest.mark.parametrize("part", GPU_ONLY)
 def test_a_kernel_that_cannot_be_had_is_refused_with_the_way_out(part):
+    without = {"depth_block": 0} if part == "residual norm" else {}
     with pytest.raises(ValueError, match="choose|needs a GPU"):
-        engines(replace(SMALL, **{PARTS[part]: GPU_ONLY[part]}), CPU, 64)
+        engines(replace(SMALL, **{PARTS[part]: GPU_ONLY[part]}, **without), CPU, 64)
 
 
 @pytest.mark.parametrize("local", ARMS)
@@ -34,6 +36,7 @@ def test_every_part_has_one_and_what_is_not_there_none(local):
     assert (found["delta rule"] == "not used") == (local == "window") and (found["gates"] == "torch") == (
         local == "kda"
     )
+    assert found["residual norm"] == "torch" and engines(SMALL, CPU, 64)["residual norm"] == "not used"
     assert engines(replace(SMALL, pattern=["local"]), CPU, 64)["attention"] == "not used"
 
 
@@ -43,9 +46,11 @@ def test_a_precision_that_does_not_fit_is_refused():
 
 
 def test_another_machine_takes_what_it_has_and_says_so():
-    asked = replace(SMALL, **{PARTS[part]: name for part, name in GPU_ONLY.items()})
-    settings, told = had_here(asked, CPU)
-    assert settings == SMALL and len(told) == len(GPU_ONLY)
+    used = {PARTS[part]: name for part, name in GPU_ONLY.items() if part != "residual norm"}
+    settings, told = had_here(replace(SMALL, **used), CPU)
+    assert settings == SMALL and len(told) == len(used)
+    plain = replace(SMALL, depth_block=0)
+    assert had_here(replace(plain, norm_engine="fused"), CPU)[0] == plain
     assert told[0].startswith(
         "attention: the run's own kernel cannot be had here, torch is taken (attention engine 'cudnn'"
     )

@@ -87,7 +87,7 @@ def test_table_by_hand() -> None:
     assert memory_bytes(blocks) == {
         "master": 4 * (32 + 64),
         "gradient": 4 * (32 + 4 + 64 + 64 + 32 + 1),
-        "update": 4 * (2 * 24 + 3 * 64 + 3 * (8 + 4 + 64 + 32 + 1)),
+        "update": 4 * (24 + 64 + (8 + 4 + 64 + 32 + 1)),
         "momentum": 4 * 24,
         "radius": 4 * 3,
         "exp_avg": 4 * (8 + 4 + 64 + 64 + 32 + 1),

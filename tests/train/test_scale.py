@@ -79,8 +79,8 @@ def test_bytes_through_a_rank(world, share, scatter, gather, empty):
     assert dealt.without_matrix == empty
     assert dealt.uneven == pytest.approx(share * world / 8)
     assert dealt.buffer == 4 * world * share * MATRIX
-    # Copies and their gradients, the buffer, master and momentum with what replaces them, and a radius of 4 bytes.
-    assert dealt.held == 2 * 2 * 8 * MATRIX + dealt.buffer + share * (16 * MATRIX + 4)
+    # Copies and their gradients, the buffer, master, momentum and direction, and a radius of 4 bytes.
+    assert dealt.held == 2 * 2 * 8 * MATRIX + dealt.buffer + share * (12 * MATRIX + 4)
 
 
 @pytest.mark.parametrize("world", [2, 3, 20])
