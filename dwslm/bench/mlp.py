@@ -10,7 +10,8 @@ from torch import Tensor
 from dwslm.bench import engines_mlp as others
 from dwslm.bench.case import Case, Cost, Engine, Run, Shape, compiled
 from dwslm.bench.work import Work
-from dwslm.ops.mlp import new_peaks, squared_relu_mlp
+from dwslm.ops import mlp
+from dwslm.ops.mlp import fit, new_peaks, squared_relu_mlp
 from dwslm.ops.mlp.reference import squared_relu_mlp_reference
 from dwslm.ops.segments import Segments
 
@@ -52,12 +53,16 @@ def cases(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Case]:
         x, up, down = inputs
         return (squared_relu_mlp_reference(x, up, down),)
 
-    def run(precision: str) -> Run:
+    def run(precision: str, engine: str = "torch") -> Run:
         def own(inputs: Sequence[Tensor], segments: Segments) -> tuple[Tensor, ...]:
             x, up, down = inputs
-            return (squared_relu_mlp(x, up, down, precision),)
+            return (squared_relu_mlp(x, up, down, precision, engine=engine),)
 
         return own
+
+    def fused() -> Run:
+        mlp.resolve("fused", device, dtype, fit.ROWS, width, hidden)
+        return run("model", "fused")
 
     def delayed() -> Run:
         peaks = new_peaks(device)
@@ -85,6 +90,7 @@ def cases(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Case]:
         cost=lambda work: cost(work, width, hidden, dtype),
         engines=(
             Engine("compiled", lambda: compiled(run("model"), device), patience=60),
+            Engine("fused", fused),
             Engine("fp8", lambda: run("fp8"), dtype=FP8, bounds=FP8_BOUNDS),
             Engine("fp8_delayed", delayed, dtype=FP8, bounds=FP8_BOUNDS),
             Engine("eager", lambda: run("model")),

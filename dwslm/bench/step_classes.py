@@ -19,6 +19,7 @@ CLASSES = (*PRODUCTS, "delta rule", "softmax attention", "head elementwise", "no
 """In the order of the report. "tables": embedding lookups and their gradients; "copies": copies, memsets, accumulation."""
 
 SYMMETRIC_OPS = ("gram", "gram_polynomial")
+WITH_RELU = {"squared_relu_up": "mlp up", "squared_relu_down_gradient": "mlp down"}
 MATRIX_OPS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "fp8_product", *SYMMETRIC_OPS)
 BIASED = ("addmm", "baddbmm")  # their first operand is what is added
 
@@ -67,6 +68,8 @@ def classify(kernel: Kernel, shapes: ProductShapes) -> str:
     names = [_bare(op.name) for op in kernel.ops]
     updating = any(op.name == UPDATE for op in kernel.ops)
     for op, name in zip(kernel.ops, names, strict=True):
+        if name in WITH_RELU:
+            return WITH_RELU[name]
         if name in MATRIX_OPS:
             if updating:
                 return "newton-schulz"

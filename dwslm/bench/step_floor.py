@@ -17,6 +17,7 @@ from dwslm.bench import attention, delta_rule, newton_schulz, short_conv
 from dwslm.bench.case import Cost, Shape
 from dwslm.bench.work import Work
 from dwslm.model.lm import DTYPES, LanguageModel, ModelSettings
+from dwslm.ops.mlp.fit import resolve
 from dwslm.optim.optimizer import Optimizer
 
 BYTES = 2  # of an activation
@@ -85,7 +86,9 @@ def floors(
     }[s.mlp_precision]
     weights = model.sizes()["matrices"] - 2 * s.layers * s.width * s.mlp_hidden
     elementwise = BYTES * total * NORM_PASSES * 2 * s.layers * s.width
-    elementwise += 0 if quantised else BYTES * total * RELU_PASSES * s.layers * s.mlp_hidden
+    size = tokens, s.width, s.mlp_hidden
+    inside = quantised or resolve(s.mlp_engine, optimizer.device, DTYPES[s.dtype], *size) == "fused"
+    elementwise += 0 if inside else BYTES * total * RELU_PASSES * s.layers * s.mlp_hidden
     elementwise += total * linear * inner * (GATE_BYTES + BYTES * NORM_GATE_PASSES)
     elementwise += BYTES * total * len(soft) * ROPE_PASSES * (s.heads + s.kv_heads) * s.head_dim
     tables = s.width + sum(_value_widths(model))

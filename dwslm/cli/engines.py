@@ -8,6 +8,8 @@ import torch
 from dwslm.model.lm import DTYPES, ModelSettings
 from dwslm.ops import add_norm, attention, delta_gate, delta_rule, depth_mix, loss_head, mlp, qk_norm_rope, short_conv
 
+EVEN = 4096
+"""Tokens that no kernel minds."""
 PARTS = {
     "attention": "attention_engine",
     "QK-norm": "qk_norm_engine",
@@ -15,14 +17,15 @@ PARTS = {
     "convolution": "conv_engine",
     "gates": "gate_engine",
     "residual norm": "norm_engine",
+    "MLP": "mlp_engine",
     "attention residuals": "depth_engine",
     "head": "head_engine",
 }
 """Part of the model -> the setting that names its kernel."""
 
 
-def engine(part: str, s: ModelSettings, device: torch.device) -> str:
-    """Name of the engine of one of `PARTS`, or "not used".
+def engine(part: str, s: ModelSettings, device: torch.device, tokens: int = EVEN) -> str:
+    """Name of the engine of one of `PARTS` for micro-batches of so many tokens, or "not used".
 
     Raises:
         ValueError: where the one that the settings name cannot be had.
@@ -49,6 +52,8 @@ def engine(part: str, s: ModelSettings, device: torch.device) -> str:
         return delta_gate.resolve(s.gate_engine, device, s.delta_head_dim)
     if part == "residual norm" and not s.depth_block:
         return add_norm.resolve(s.norm_engine, device, s.width)
+    if part == "MLP" and s.mlp_precision == "model":
+        return mlp.resolve(s.mlp_engine, device, dtype, tokens, s.width, s.mlp_hidden)
     if part == "attention residuals" and s.depth_block:
         return depth_mix.resolve(s.depth_engine, device)
     if part == "head":
@@ -64,7 +69,7 @@ def engines(s: ModelSettings, device: torch.device, tokens: int) -> dict[str, st
     """
     if reason := mlp.misfit(s.mlp_precision, device, DTYPES[s.dtype], tokens, s.width, s.mlp_hidden):
         raise ValueError(reason)
-    return {part: engine(part, s, device) for part in PARTS}
+    return {part: engine(part, s, device, tokens) for part in PARTS}
 
 
 def had_here(s: ModelSettings, device: torch.device) -> tuple[ModelSettings, list[str]]:

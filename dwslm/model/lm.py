@@ -21,7 +21,7 @@ from dwslm.model.mlp import MLP
 from dwslm.model.projection import Norm, OutputBlock, Projection, Table
 from dwslm.model.rotary import RopeSettings, Rotary, attention_scale, rotation_frequencies
 from dwslm.model.value_embedding import ValueEmbedding
-from dwslm.ops import add_norm, delta_gate, depth_mix, loss_head, qk_norm_rope, short_conv
+from dwslm.ops import add_norm, delta_gate, depth_mix, loss_head, mlp, qk_norm_rope, short_conv
 from dwslm.ops import attention as attention_op
 from dwslm.ops import delta_rule as delta_rule_op
 from dwslm.ops.depth_mix.keys import reader_keys
@@ -104,6 +104,9 @@ class ModelSettings:
     """Kernel of the short convolution: "fused" (Triton), "torch", or "auto", which is "fused" on a GPU."""
     gate_engine: str = "auto"
     """Kernels of KDA's decay gate and gated output norm: "fused" (Triton), "torch", or "auto", which is "fused" on a GPU."""
+    mlp_engine: str = "auto"
+    """Of `mlp_precision` model: "fused" has the squared ReLU inside the products (a Hopper GPU), "torch" leaves it to the
+    compiler, or "auto", which is "fused" where that fits."""
     norm_engine: str = "auto"
     """Kernel of the residual stream's addition and norm, where there are no attention residuals: "fused" (Triton), "torch", or
     "auto", which is "fused" on a GPU."""
@@ -118,7 +121,7 @@ class ModelSettings:
         choices = {
             "local": (self.local, LOCAL),
             "delta_gate": (self.delta_gate, ("bounded", "softplus")),
-            "mlp_precision": (self.mlp_precision, tuple(PRECISIONS)),
+            "mlp_precision": (self.mlp_precision, PRECISIONS),
             "value_embeddings": (self.value_embeddings, VALUE_EMBEDDINGS),
             "dtype": (self.dtype, tuple(DTYPES)),
         }
@@ -169,6 +172,12 @@ class ModelSettings:
         short_conv.check_name(self.conv_engine)
         delta_gate.check_name(self.gate_engine)
         add_norm.check_name(self.norm_engine)
+        mlp.check_name(self.mlp_engine)
+        if self.mlp_engine == "fused" and self.mlp_precision != "model":
+            raise ValueError(
+                f"model.mlp_engine=fused is for model.mlp_precision=model, not for {self.mlp_precision}, whose kernels are "
+                "its own: set model.mlp_engine=auto"
+            )
         depth_mix.check_name(self.depth_engine)
         loss_head.check_name(self.head_engine)
 
@@ -240,7 +249,7 @@ class LanguageModel(nn.Module):
                     dtype=dtype,
                     factor=factor,
                 )
-            mlp = MLP(s.width, s.mlp_hidden, s.mlp_precision, dtype, factor)
+            mlp = MLP(s.width, s.mlp_hidden, s.mlp_precision, dtype, factor, s.mlp_engine)
             self.layers.append(Block(mixer, mlp, s.width, s.norm_eps, depth_mix=s.depth_block > 0))
         self.final_query = DepthQuery(s.width) if s.depth_block else None
         self.final_norm = Norm(s.width, s.norm_eps)

@@ -11,7 +11,8 @@ from dwslm.ops.mlp import new_peaks, squared_relu_mlp
 
 
 class MLP(nn.Module):
-    """width -> hidden -> width with a squared ReLU, no gate, no bias, times `factor`; `precision` as in `dwslm.ops.mlp`.
+    """width -> hidden -> width with a squared ReLU, no gate, no bias, times `factor`; `precision` and `engine` as in
+    `dwslm.ops.mlp`.
 
     Attributes:
         peaks: what the last micro-batch left for the scales of the next where `precision` keeps such, else None. A buffer; it
@@ -20,9 +21,11 @@ class MLP(nn.Module):
 
     peaks: Tensor | None
 
-    def __init__(self, width: int, hidden: int, precision: str, dtype: torch.dtype, factor: float = 1.0):
+    def __init__(
+        self, width: int, hidden: int, precision: str, dtype: torch.dtype, factor: float = 1.0, engine: str = "auto"
+    ):
         super().__init__()
-        self.precision, self.factor = precision, factor
+        self.precision, self.engine, self.factor = precision, engine, factor
         self.up = Projection(width, OutputBlock("", hidden), dtype=dtype)
         self.down = Projection(hidden, OutputBlock("", width), dtype=dtype)
         self.register_buffer("peaks", new_peaks() if precision == "fp8_delayed" else None)
@@ -35,4 +38,6 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, width] to [T, width]."""
-        return squared_relu_mlp(x, self.up.weight, self.down.weight, self.precision, self.peaks, self.factor)
+        return squared_relu_mlp(
+            x, self.up.weight, self.down.weight, self.precision, self.peaks, self.factor, self.engine
+        )

@@ -64,11 +64,11 @@ class AddNorm(torch.autograd.Function):
     """The sum and its norm."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, y: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    def forward(ctx, x: Tensor, y: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return _forward(ctx, x, y, gain, eps)
 
     @staticmethod
-    def backward(ctx, dsum: Tensor, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+    def backward(ctx, dsum: Tensor, dout: Tensor) -> tuple[Tensor | None, ...]:
         return _gradients(ctx, dout, dsum.contiguous())
 
 
@@ -76,11 +76,11 @@ class LastNorm(torch.autograd.Function):
     """The norm of the sum alone."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, y: Tensor | None, gain: Tensor, eps: float) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, x: Tensor, y: Tensor | None, gain: Tensor, eps: float) -> Tensor:
         return _forward(ctx, x, y, gain, eps)[1]
 
     @staticmethod
-    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
         return _gradients(ctx, dout, None)
 
 

@@ -3,14 +3,24 @@
 import torch
 from torch import Tensor
 
-from dwslm.ops.mlp import fp8
+from dwslm.ops import choice
+from dwslm.ops.mlp import fit, fp8
 from dwslm.ops.mlp.formats import new_peaks, remember
 from dwslm.ops.mlp.fp8 import fp8_delayed_mlp, fp8_mlp
 from dwslm.ops.mlp.plain import plain_mlp
 
-__all__ = ["PRECISIONS", "misfit", "new_peaks", "remember", "squared_relu_mlp"]
+__all__ = ["ENGINES", "PRECISIONS", "check_name", "misfit", "new_peaks", "remember", "resolve", "squared_relu_mlp"]
 
-PRECISIONS = {"model": plain_mlp, "fp8": fp8_mlp, "fp8_delayed": fp8_delayed_mlp}
+ENGINES = choice.ENGINES
+FLOAT8 = {"fp8": fp8_mlp, "fp8_delayed": fp8_delayed_mlp}
+PRECISIONS = ("model", *FLOAT8)
+
+resolve = fit.resolve
+
+
+def check_name(engine: str) -> None:
+    """Raises ValueError for a name that is neither an engine nor `auto`."""
+    choice.check_name("MLP", engine)
 
 
 def misfit(
@@ -27,6 +37,7 @@ def squared_relu_mlp(
     precision: str = "model",
     peaks: Tensor | None = None,
     factor: float = 1.0,
+    engine: str = "auto",
 ) -> Tensor:
     """The layer over T tokens, times `factor`.
 
@@ -39,13 +50,21 @@ def squared_relu_mlp(
         peaks: state of `fp8_delayed`, see `new_peaks`. It is read; `remember` writes it after the backward pass.
         factor: what the output is multiplied by, inside the products of either pass: it costs nothing and rounds nothing. Peaks
             are those of the tensors as they are rounded: a, dy as it comes in, and dh before the factor.
+        engine: of precision `model`: "fused" has the squared ReLU inside the products, "torch" leaves it to the compiler; or
+            `auto`.
 
     Returns:
         [T, width] in x's dtype.
 
     Raises:
-        ValueError: for another precision, or where the device, the dtype or the shape cannot do FP8.
+        ValueError: for another precision, where the device, the dtype or the shape cannot do FP8, or as `resolve` does.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"unknown MLP precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
-    return PRECISIONS[precision](x, up, down, peaks, factor)
+    if precision in FLOAT8:
+        return FLOAT8[precision](x, up, down, peaks, factor)
+    if resolve(engine, x.device, x.dtype, x.shape[0], x.shape[1], up.shape[0]) == "fused":
+        from dwslm.ops.mlp.fused import fused_mlp  # Triton is there on GPU machines only
+
+        return fused_mlp(x, up, down, factor)
+    return plain_mlp(x, up, down, factor)

@@ -22,7 +22,7 @@ class SquaredRelu(torch.autograd.Function):
         return (da.float() * (2 * a.float().sqrt())).to(da.dtype)
 
 
-def plain_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None, factor: float) -> Tensor:
-    """`squared_relu_mlp`; `peaks` is not used."""
+def plain_mlp(x: Tensor, up: Tensor, down: Tensor, factor: float) -> Tensor:
+    """`squared_relu_mlp` in plain PyTorch."""
     a: Tensor = SquaredRelu.apply(F.linear(x, up))
     return scaled_product(a, down, factor)
