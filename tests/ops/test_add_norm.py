@@ -36,7 +36,7 @@ def results(f, last, inputs, weights, way):
     says = {"norm without gradient": weights[:1], "last": weights[1:], "sum without gradient": weights[1:]}
     strided = [w.to(out.dtype).t().contiguous().t() for w, out in zip(says.get(way, weights), used, strict=True)]
     gradients = torch.autograd.grad(used, inputs, strided, allow_unused=True)
-    return [out.detach() for out in outputs] + [torch.zeros(1) if g is None else g for g in gradients]
+    return [out.detach() for out in outputs] + [x.new_zeros(1) if g is None else g for g in gradients]
 
 
 def engine(name):
