@@ -138,6 +138,11 @@ def measure_peer(asked: Measurement, keep: Keep, say: Say) -> None:
             raise
         except Exception as error:  # of the compiler, or of a kernel under it
             compiled, why = False, " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            if isinstance(error, torch.AcceleratorError) or "Triton Error [CUDA]" in why:
+                raise RuntimeError(
+                    f"the compiled peer breaks the device, so that nothing more runs in its process ({why}); give "
+                    "train.compile=false to measure it without the compiler"
+                ) from error
             say(f"the compiled peer fails, so it runs without: {why}")
             free(device)
             stepper = step_peer.first_that_fits(make, first, device, say)
