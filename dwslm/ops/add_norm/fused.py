@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dwslm.ops.column_sums import column_sums
+from dwslm.ops.column_sums import add_pairs, column_sums
 
 WARPS = 4  # of a program, for rows of up to `ROW` columns: 16 bytes a thread and tensor; longer rows get more
 ROW = 1024
@@ -24,11 +24,6 @@ MOST_WARPS = 16
 ROWS = 1  # tokens of a turn
 STAGES = 3  # turns at a time: one is worked on, the next ones are on their way
 PROGRAMS = 6  # for a multiprocessor, which has room for seven of 4 warps; each has its share of the tokens
-
-
-@triton.jit
-def _add_two(a, b, c, d):
-    return a + c, b + d
 
 
 @triton.jit
@@ -49,7 +44,7 @@ def _backward_kernel(
         if SUM:
             later = tl.load(dsum + place, mask=there, other=0.0).to(tl.float32)
         u = d * own_gain
-        squares, inner = tl.reduce((row * row, u * row), 1, _add_two)
+        squares, inner = tl.reduce((row * row, u * row), 1, add_pairs)
         inverse = tl.math.rsqrt(squares / width + eps)[:, None]
         share = inner[:, None] * inverse * inverse * inverse / width
         gain_sum += d * (row * inverse)
