@@ -71,14 +71,15 @@ def _case(shape: Shape, kind: str, heads: int, dtype: torch.dtype, device: torch
     make = functools.partial
     gpu = "pip install 'dwslm[gpu]'"
     engines = [
+        Engine("fused", make(own, "fused"), patience=60),
         Engine("cudnn", make(own, "cudnn"), "cudnn", gpu, patience=90),
         Engine("fla", make(own, "fla"), "fla", gpu, patience=240),
         Engine("torch", make(own, "torch"), ask=True, same_bits=False),
     ]
     if scalar:
         install = "pip install flash-qla"
-        engines.insert(2, Engine("fla_gdn", make(own, "fla_gdn"), "fla", gpu, patience=150))
-        engines.insert(3, Engine("flashqla", make(others.flash_qla, scale), "flash_qla", install, patience=150))
+        engines.insert(3, Engine("fla_gdn", make(own, "fla_gdn"), "fla", gpu, patience=150))
+        engines.insert(4, Engine("flashqla", make(others.flash_qla, scale), "flash_qla", install, patience=150))
     tokens = GATE_TOKENS if device.type == "cuda" else 128
     return Case(
         op="delta_rule",

@@ -113,7 +113,8 @@ def measure_peer(asked: Measurement, keep: Keep, say: Say) -> None:
         plan = plan.with_micro_batch(plan.candidates()[0])  # what does not fit is cut below
     train_set = open_split(config.data, "train")
     stream = open_stream(config, plan, train_set, train_set.path)
-    compiled, why = True, None
+    compiled = config.train.compile
+    why = None if compiled else "train.compile=false"
 
     def make(split: int) -> step_peer.PeerStepper:
         return step_peer.PeerStepper(

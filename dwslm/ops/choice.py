@@ -1,5 +1,6 @@
 """The choice that several ops have alike: kernels of our own in Triton, or plain PyTorch."""
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterable
 
@@ -7,7 +8,14 @@ import torch
 
 ENGINES = ("fused", "torch")
 HEAD_DIMS = (16, 32, 64, 128, 256)  # a tile's side is a power of two
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # looked up once: a compiler cannot trace the look-up
+# Looked up once: a compiler cannot trace the look-up.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+try:
+    TRITON = importlib.metadata.version("triton")
+except importlib.metadata.PackageNotFoundError:
+    TRITON = "none"
+TRIED = ("3.6",)
+"""Of Triton, with which kernels that hang on a version have been run."""
 
 
 def check_name(what: str, engine: str, engines: Iterable[str] = ENGINES) -> None:
@@ -23,6 +31,13 @@ def misfit(device: torch.device, head_dim: int | None = None) -> str | None:
     if head_dim is not None and head_dim not in HEAD_DIMS:
         return f"takes heads of 16, 32, 64, 128 or 256, and head_dim is {head_dim}"
     return None
+
+
+def untried_triton(why: str) -> str | None:
+    """Why a kernel that has been run with the versions `TRIED` alone is not taken; None where one of them is installed."""
+    if TRITON.rpartition(".")[0] in TRIED:
+        return None
+    return f"is for Triton {', '.join(TRIED)}, {why}, and {TRITON} is installed"
 
 
 def resolve(what: str, engine: str, reason: str | None, engines: Iterable[str] = ENGINES) -> str:

@@ -30,6 +30,7 @@ ENGINES = {
     ("attention", "fa3"): "FlashAttention-3",
     ("attention", "fa4"): "FlashAttention-4",
     ("attention", "torch"): "plain PyTorch",
+    ("delta_rule", "fused"): "our own, Triton",
     ("delta_rule", "cudnn"): "cuDNN frontend",
     ("delta_rule", "fla"): "flash-linear-attention",
     ("delta_rule", "fla_gdn"): "flash-linear-attention's own GDN",

@@ -11,7 +11,7 @@ from dwslm.data.packing import RowStream
 from dwslm.model.attention import Attention
 from dwslm.model.delta import DeltaAttention
 from dwslm.model.lm import DTYPES, LanguageModel
-from dwslm.ops import short_conv
+from dwslm.ops import delta_rule, short_conv
 from dwslm.ops.loss_head.compiled import CHUNK_BYTES
 from dwslm.optim.groups import memory_bytes
 from dwslm.optim.optimizer import Optimizer
@@ -20,6 +20,7 @@ from dwslm.train.report import facts, gigabytes, memory_table
 from dwslm.train.settings import TrainSettings
 from dwslm.train.step import TrainStep
 
+DELTA_CHUNK = 64  # tokens; as in the delta rule's own kernels, which only a machine with Triton can import
 CPU_TOKENS = 512  # of the first row: a CPU would need hours for a step of the main model
 
 
@@ -97,8 +98,17 @@ def estimate(model: LanguageModel, optimizer: Optimizer, tokens: int) -> dict[st
     """Bytes a compiled run on a GPU will hold, counted from shapes; activations as `activation_bytes` counts them."""
     s = model.settings
     element = DTYPES[s.dtype].itemsize
-    linear = bool({"kda", "gdn"} & set(s.kinds()))
-    shifted = linear and short_conv.resolve(s.conv_engine, optimizer.device, s.delta_head_dim) == "torch"
+    kinds, device = set(s.kinds()), optimizer.device
+    linear = bool({"kda", "gdn"} & kinds)
+    shifted = linear and short_conv.resolve(s.conv_engine, device, s.delta_head_dim) == "torch"
+    rule = linear and delta_rule.resolve(
+        s.delta_engine,
+        device=device,
+        dtype=DTYPES[s.dtype],
+        head_dim=s.delta_head_dim,
+        bounded=s.delta_gate == "bounded",
+        scalar_gate="gdn" in kinds,
+    )
     copies = sum(p.numel() * p.element_size() for p in model.parameters())
     # This rank's share; gradients alone are those of the whole model.
     held = memory_bytes(optimizer.owned) | {"gradient": optimizer.gradient.nbytes}
@@ -107,18 +117,20 @@ def estimate(model: LanguageModel, optimizer: Optimizer, tokens: int) -> dict[st
         "model (compute copies, tables)": copies,
         "gradients of a micro-batch": copies,
         **{f"optimizer: {kind}": size for kind, size in held.items()},
-        f"activations of {tokens:,} tokens, compiled": activation_bytes(model, shifted) * tokens,
+        f"activations of {tokens:,} tokens, compiled": tokens
+        * activation_bytes(model, shifted=shifted, own_delta=rule == "fused"),
         "loss head (a chunk of logits and its gradient)": 2 * logits + 4 * model.head.weight.numel(),
     }
 
 
-def activation_bytes(model: LanguageModel, shifted: bool) -> int:
+def activation_bytes(model: LanguageModel, *, shifted: bool, own_delta: bool) -> int:
     """Bytes a token of a micro-batch that the backward pass of a fused build has to keep.
 
     The stream before each sublayer, every norm's output, projections, convolution and gate outputs, attention outputs, and one
     side of the squared ReLU. What the fused kernels take apart is there twice:
     a kernel's outputs are no views of its input. A CPU keeps several times that, since its delta rule spells out its chunks in
-    float32. shifted: whether convolutions are in plain PyTorch.
+    float32. shifted: whether convolutions are in plain PyTorch. own_delta: whether the delta rule is the engine `fused`, which
+    keeps the state before each chunk and each chunk's inverse and scores, and updates in the place of the values.
     """
     s = model.settings
     element = DTYPES[s.dtype].itemsize
@@ -138,6 +150,8 @@ def activation_bytes(model: LanguageModel, shifted: bool) -> int:
             values = inner
             if shifted:
                 kept += 9 * inner  # shifted copies of q, k, v, which the compiler keeps (measured: docs/lab-notes.md)
+            if own_delta:
+                kept += mixer.heads * (mixer.head_dim**2 // DELTA_CHUNK + 2 * DELTA_CHUNK)
             per_token += 4 * inner  # log decay, float32
         if mixer.value_embedding is not None:
             kept += values  # with the embedding

@@ -63,7 +63,8 @@ class Model:
         self.sizes = model.sizes()
         self.flop_per_token = MATRIX_FLOPS * (self.sizes["matrices"] + self.sizes["head"])
         self.steps = len(COEFFICIENTS[optim.newton_schulz])
-        self._token_bytes = activation_bytes(model, shifted=False)
+        # Of the kernels that were measured, cuDNN's delta rule among them: seconds and bytes then go together.
+        self._token_bytes = activation_bytes(model, shifted=False, own_delta=False)
         self._logit_bytes = DTYPES[settings.dtype].itemsize * vocab_size
         self._head_bytes = FLOAT * self.sizes["head"]
 

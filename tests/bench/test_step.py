@@ -9,11 +9,11 @@ import torch
 
 from dwslm.bench import step_peer
 from dwslm.bench.step import Clock, Drive, breakdown, measure, mfu, spread, unmarked
-from dwslm.bench.step_builds import BUILDS, MEANING, PEER, named
+from dwslm.bench.step_builds import BUILDS, MEANING, PEER, Measurement, named
 from dwslm.bench.step_floor import Floor
 from dwslm.bench.step_trace import Kernel, share_out
-from dwslm.cli import bench_step, main
-from dwslm.data.loader import TorchBatch
+from dwslm.cli import bench_step, bench_step_measure, main
+from dwslm.data.loader import Loader, TorchBatch
 from dwslm.model.lm import ModelSettings
 
 TINY = [
@@ -239,3 +239,51 @@ def test_a_peer_without_memory_gets_smaller_micro_batches():
     Hungry.step = lambda self, batch, number: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))
     with pytest.raises(torch.OutOfMemoryError):
         step_peer.first_that_fits(Hungry, batch, torch.device("cpu"), said.append)
+
+
+@pytest.mark.parametrize(
+    ("compile", "breaks", "made", "compiled", "why"),
+    [
+        (True, False, [True], True, None),
+        (False, False, [False], False, "train.compile=false"),
+        (True, True, [True, False], False, "RuntimeError: no such kernel"),
+    ],
+)
+def test_the_peer_is_compiled_where_asked_and_as_far_as_it_can_be(
+    tiny_data, tmp_path, monkeypatch, compile, breaks, made, compiled, why
+):
+    """With the package, the GPU and the measuring stood in for; configuration, data and batches are real."""
+    asked_of, kept = [], {}
+
+    class Peer:
+        matrix_parameters, parameters, attention = 10, 20, "some"
+
+        def __init__(self, settings, vocab_size, context, device, *, split, compile):
+            asked_of.append(compile)
+            self.compile, self.split = compile, split
+
+        def step(self, batch, number):
+            assert len(batch.micro_batches) == 2 and number == 0
+            if self.compile and breaks:
+                raise RuntimeError("no such kernel")
+
+    def measured(drive, *rest):
+        return {"tokens_per_second": {"median": 1.0}}
+
+    for owner, name, stand_in in (
+        (step_peer, "missing", lambda: None),
+        (step_peer, "PeerStepper", Peer),
+        (bench_step_measure, "choose_device", lambda name: torch.device("cuda")),
+        (bench_step_measure, "set_numerics", lambda *given: None),
+        (bench_step_measure, "watch", lambda *given: None),
+        (bench_step_measure, "Loader", lambda *given, pin, **named: Loader(*given, pin=False, **named)),
+        (bench_step_measure, "measured", measured),
+        (bench_step_measure, "mfu", lambda *given: None),
+        (torch.cuda, "synchronize", lambda device: None),
+    ):
+        monkeypatch.setattr(owner, name, stand_in)
+    overrides = [*TINY, f"data.path={tiny_data}", "model.heads=4", "model.delta_heads=4", f"train.compile={compile}"]
+    asked = Measurement(PEER, overrides, str(tmp_path / "peer.json"), peer=True, caches=[])
+    bench_step_measure.measure_peer(asked, lambda **more: kept.update(more), lambda text: None)
+    assert asked_of == made and kept["status"] == "ok"
+    assert (kept["peer"]["compiled"], kept["peer"]["not_compiled_because"]) == (compiled, why)

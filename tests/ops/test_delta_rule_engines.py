@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from dwslm.ops import choice
 from dwslm.ops.delta_rule import check_name, cudnn, delta_rule, fla, fla_gdn, gated_delta_rule, gpu, resolve
 from dwslm.ops.segments import segments
 from tests.ops.helpers import boundaries
@@ -18,10 +19,11 @@ INSTALL = "pip install 'dwslm[gpu]'"
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Puts a GPU of some capability there, with these libraries installed."""
+    """Puts a GPU of some capability there, with these libraries installed; Triton, if not named, in a version too new."""
 
     def put(capability: tuple[int, int], *installed: str) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(choice, "TRITON", "3.6.0" if TRITON in installed else "3.7.1")
         for module, package in ((cudnn, "nvidia-cudnn-frontend"), (fla, "fla-core")):
             missing = f"needs {package}, which cannot be imported (No module named ...): {INSTALL}"
             monkeypatch.setattr(module, "unavailable", lambda reason=None if package in installed else missing: reason)
@@ -31,20 +33,26 @@ def machine(monkeypatch):
 
 
 BOTH = ("nvidia-cudnn-frontend", "fla-core")
+TRITON = "triton"
+ALL = (TRITON, *BOTH)
 
 
 @pytest.mark.parametrize(
     ("capability", "installed", "changes", "want"),
     [
+        ((9, 0), ALL, {}, "fused"),
+        ((9, 0), (TRITON,), {}, "fused"),
+        ((9, 0), ALL, {"scalar_gate": True}, "fused"),
         ((9, 0), BOTH, {}, "cudnn"),
         ((9, 0), ("fla-core",), {}, "fla"),
         ((9, 0), (), {}, "torch"),
-        ((9, 0), BOTH, {"head_dim": 64}, "fla"),
-        ((9, 0), BOTH, {"head_dim": 512}, "torch"),
-        ((9, 0), BOTH, {"bounded": False}, "torch"),
-        ((9, 0), BOTH, {"dtype": torch.float32}, "torch"),
-        ((8, 0), BOTH, {}, "fla"),
-        ((10, 0), BOTH, {}, "fla"),
+        ((9, 0), ALL, {"head_dim": 64}, "fla"),
+        ((9, 0), (TRITON,), {"head_dim": 64}, "torch"),
+        ((9, 0), ALL, {"head_dim": 512}, "torch"),
+        ((9, 0), ALL, {"bounded": False}, "torch"),
+        ((9, 0), ALL, {"dtype": torch.float32}, "torch"),
+        ((8, 0), ALL, {}, "fla"),
+        ((10, 0), ALL, {}, "fla"),
         ((12, 0), ("nvidia-cudnn-frontend",), {}, "torch"),
         ((7, 5), BOTH, {}, "torch"),
     ],
@@ -55,13 +63,25 @@ def test_auto_takes_the_fastest_that_fits(machine, capability, installed, change
 
 
 def test_auto_on_a_cpu_is_torch_whatever_is_installed(machine):
-    machine((9, 0), *BOTH)
+    machine((9, 0), *ALL)
     assert resolve("auto", device=CPU, **MAIN) == "torch"
 
 
 @pytest.mark.parametrize(
     ("engine", "capability", "installed", "changes", "words"),
     [
+        ("fused", (8, 0), ALL, {}, "needs a Hopper GPU"),
+        (
+            "fused",
+            (9, 0),
+            BOTH,
+            {},
+            "is for Triton 3.6, whose products for Hopper change with it, and 3.7.1 is installed: choose",
+        ),
+        ("fused", (10, 0), ALL, {}, "needs a Hopper GPU (compute capability 9.0), and this one has 10.0"),
+        ("fused", (9, 0), ALL, {"head_dim": 64}, "takes heads of 128, and head_dim is 64"),
+        ("fused", (9, 0), ALL, {"dtype": torch.float16}, "computes in bfloat16, not in float16"),
+        ("fused", (9, 0), ALL, {"bounded": False}, "model.delta_gate=bounded"),
         ("cudnn", (8, 0), BOTH, {}, "needs a Hopper GPU"),
         ("cudnn", (9, 0), (), {}, INSTALL),
         ("cudnn", (9, 0), BOTH, {"head_dim": 64}, "takes heads of 128, and head_dim is 64"),
@@ -84,6 +104,10 @@ def test_a_named_engine_that_does_not_fit_says_why(machine, engine, capability, 
 
 
 def test_a_named_engine_that_fits_is_taken(machine):
+    machine((9, 0), TRITON)
+    assert resolve("fused", device=CUDA, **MAIN) == "fused"
+    machine((9, 0), "nvidia-cudnn-frontend")
+    assert resolve("cudnn", device=CUDA, **MAIN) == "cudnn"
     machine((8, 0), "fla-core")
     assert resolve("fla", device=CUDA, **MAIN) == "fla"
     assert resolve("fla_gdn", device=CUDA, **(MAIN | {"bounded": False}), scalar_gate=True) == "fla_gdn"
@@ -91,17 +115,18 @@ def test_a_named_engine_that_fits_is_taken(machine):
 
 def test_an_unknown_engine_is_named_with_the_choices():
     with pytest.raises(
-        ValueError, match="unknown delta-rule engine 'fast': choose one of auto, cudnn, fla, torch, fla_gdn"
+        ValueError, match="unknown delta-rule engine 'fast': choose one of auto, fused, cudnn, fla, torch, fla_gdn"
     ):
         check_name("fast")
 
 
+@pytest.mark.parametrize("engine", ["fused", "cudnn"])
 @pytest.mark.parametrize("call", [delta_rule, gated_delta_rule])
-def test_a_missing_gpu_is_an_error_at_the_call_too(call):
+def test_a_missing_gpu_is_an_error_at_the_call_too(call, engine):
     q = torch.zeros(4, 1, 128, dtype=torch.bfloat16)
     g = torch.zeros(4, 1, 128) if call is delta_rule else torch.zeros(4, 1)
-    with pytest.raises(ValueError, match="delta-rule engine 'cudnn' needs a Hopper GPU"):
-        call(q, q, q, g, torch.zeros(4, 1), segments(boundaries([0, 4]), 4, 4), scale=1.0, engine="cudnn")
+    with pytest.raises(ValueError, match=f"delta-rule engine '{engine}' needs a Hopper GPU"):
+        call(q, q, q, g, torch.zeros(4, 1), segments(boundaries([0, 4]), 4, 4), scale=1.0, engine=engine)
 
 
 def test_a_library_that_is_not_there_is_named_with_its_cure(monkeypatch):

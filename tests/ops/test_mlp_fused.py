@@ -30,7 +30,7 @@ def draw(tokens: int, width: int, hidden: int) -> tuple[list[torch.Tensor], torc
 def test_what_does_not_fit_is_refused_by_name_and_left_by_auto(monkeypatch):
     monkeypatch.setattr(fit.choice, "HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(fit, "INSTALLED", "3.6.0")
+    monkeypatch.setattr(fit.choice, "TRITON", "3.6.0")
     good = (HOPPER, BF16, 4096, 1024, 4096)
     assert (
         fit.resolve("auto", *good) == fit.resolve("fused", *good) == "fused" and fit.resolve("torch", *good) == "torch"
@@ -45,7 +45,7 @@ def test_what_does_not_fit_is_refused_by_name_and_left_by_auto(monkeypatch):
         assert fit.resolve("auto", *wrong) == "torch"
         with pytest.raises(ValueError, match=word):
             fit.resolve("fused", *wrong)
-    monkeypatch.setattr(fit, "INSTALLED", "3.60.0")
+    monkeypatch.setattr(fit.choice, "TRITON", "3.60.0")
     with pytest.raises(ValueError, match=r"Triton 3\.6, .* 3\.60\.0 is installed"):
         fit.resolve("fused", *good)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from dwslm.model.lm import LanguageModel, ModelSettings
+from dwslm.ops import choice
+from dwslm.ops.delta_rule import cudnn as delta_cudnn
+from dwslm.ops.delta_rule import fla as delta_fla
 from dwslm.optim.groups import route
 from dwslm.optim.optimizer import Optimizer
 from dwslm.optim.settings import OptimSettings
@@ -34,8 +37,47 @@ def test_bytes_a_token_of_the_main_model_by_hand():
     )  # in, out of the convolution, two gates, o twice; decay
     softmax = 2 * (1538 + 1538 + 1024 + 256) + 4 * 256  # in, out of QK-norm, o, values; their embedding
     model, _ = on_paper()
-    assert activation_bytes(model, shifted=False) == 15 * (linear + around) + 5 * (softmax + around)
-    assert activation_bytes(model, shifted=True) == 15 * (linear + around + 2 * 9 * 1024) + 5 * (softmax + around)
+    cudnn = activation_bytes(model, shifted=False, own_delta=False)
+    assert cudnn == 15 * (linear + around) + 5 * (softmax + around)
+    assert activation_bytes(model, shifted=True, own_delta=False) == cudnn + 15 * 2 * 9 * 1024
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers", "heads"), [({}, 15, 8), ({"local": "gdn"}, 15, 8), ({"delta_heads": 4}, 15, 4)]
+)
+def test_bytes_a_token_of_our_own_delta_rule_by_hand(changes, layers, heads):
+    """Chunks of 64 tokens, bfloat16. A head's state is 128 x 128 and shared by a chunk's tokens; of inverse and scores each
+    token has a row of 64. Updates are as large as values, which are no longer wanted."""
+    states, squares, updates = heads * 128 * 128 * 2 / 64, heads * 2 * 64 * 2, heads * 128 * 2
+    assert states + squares + updates == 1024 * heads
+    model, _ = on_paper(**changes)
+    own, cudnn = (activation_bytes(model, shifted=False, own_delta=own) for own in (True, False))
+    assert own - cudnn == layers * (states + squares + updates - heads * 128 * 2)
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "changes", "counted"),
+    [
+        ((9, 0), "3.6.0", {}, True),
+        ((9, 0), "3.6.0", {"local": "gdn"}, True),
+        ((9, 0), "3.6.0", {"delta_engine": "fused"}, True),
+        ((9, 0), "3.6.0", {"delta_engine": "torch"}, False),
+        ((9, 0), "3.6.0", {"delta_head_dim": 64, "delta_heads": 16}, False),
+        ((9, 0), "3.6.0", {"delta_gate": "softplus"}, False),
+        ((9, 0), "3.6.0", {"dtype": "float32"}, False),
+        ((9, 0), "3.7.1", {}, False),
+        ((8, 0), "3.6.0", {}, False),
+    ],
+)
+def test_our_own_delta_rule_is_counted_where_it_runs(monkeypatch, capability, triton, changes, counted):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(choice, "TRITON", triton)
+    for library in (delta_cudnn, delta_fla):
+        monkeypatch.setattr(library, "unavailable", lambda: "is not here")
+    model, optimizer = on_paper(**changes, conv_engine="torch")
+    optimizer.device = torch.device("cuda")
+    found = estimate(model, optimizer, TOKENS)[f"activations of {TOKENS:,} tokens, compiled"]
+    assert found == activation_bytes(model, shifted=True, own_delta=counted) * TOKENS
 
 
 @pytest.mark.parametrize(
@@ -49,11 +91,11 @@ def test_bytes_a_token_of_the_main_model_by_hand():
     ],
 )
 def test_the_count_is_within_six_percent_of_measured_peaks(changes, measured):
-    """Peaks of docs/results/step-h200.md. What plain convolutions keep is taken off: the GPU had fused ones."""
+    """Peaks of docs/results/step-h200.md, of cuDNN's delta rule, which keeps its inputs alone. What plain convolutions
+    keep is taken off: the GPU had fused ones."""
     model, optimizer = on_paper(**changes)
-    shifted = (activation_bytes(model, shifted=True) - activation_bytes(model, shifted=False)) * TOKENS
-    if changes.get("local") == "window":
-        shifted = 0
+    plain, fused = (activation_bytes(model, shifted=shifted, own_delta=False) for shifted in (True, False))
+    shifted = 0 if changes.get("local") == "window" else (plain - fused) * TOKENS
     assert sum(estimate(model, optimizer, TOKENS).values()) - shifted == pytest.approx(measured, rel=0.06)
 
 
@@ -62,7 +104,9 @@ def test_float8_in_place_of_the_norms_output():
     attention residuals keep the input as it is, for themselves."""
     model, _ = on_paper(**PLAIN)
     delayed, _ = on_paper(**PLAIN, mlp_precision="fp8_delayed")
-    more = activation_bytes(delayed, shifted=False) - activation_bytes(model, shifted=False)
-    assert more == 20 * (4096 - 1024)
-    more = activation_bytes(on_paper(mlp_precision="fp8_delayed")[0], shifted=False)
-    assert more - activation_bytes(on_paper()[0], shifted=False) == 20 * (4096 + 1024)
+
+    def kept(model: LanguageModel) -> int:
+        return activation_bytes(model, shifted=False, own_delta=False)
+
+    assert kept(delayed) - kept(model) == 20 * (4096 - 1024)
+    assert kept(on_paper(mlp_precision="fp8_delayed")[0]) - kept(on_paper()[0]) == 20 * (4096 + 1024)

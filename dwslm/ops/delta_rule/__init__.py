@@ -12,7 +12,7 @@ from torch import Tensor
 from dwslm.ops.delta_rule.chunked import delta_rule_chunked
 from dwslm.ops.segments import Segments
 
-ENGINES = ("cudnn", "fla", "torch")
+ENGINES = ("fused", "cudnn", "fla", "torch")
 # Has kernels for one decay a head only. The others take that too, broadcast over the channels, and `auto` is one of them.
 SCALAR_ENGINES = ("fla_gdn",)
 

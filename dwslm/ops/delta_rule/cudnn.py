@@ -16,30 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dwslm.ops.delta_rule import hopper
 from dwslm.ops.segments import Segments
 
-HEAD_DIM = 128
-SCALE = HEAD_DIM**-0.5
+SCALE = hopper.HEAD_DIM**-0.5
 PLAN = "kda_hopper_cuda"
 
 
 def misfit(device: torch.device, dtype: torch.dtype, head_dim: int, bounded: bool) -> str | None:
     """Why the engine cannot take this case, and the way out; None where it can."""
-    if device.type != "cuda" or torch.version.hip:
-        return f"needs a Hopper GPU (compute capability 9.0), and the device is {device}: choose auto"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return (
-            "needs a Hopper GPU (compute capability 9.0), and this one has "
-            f"{capability[0]}.{capability[1]}: choose auto or fla"
-        )
-    if dtype != torch.bfloat16:
-        return f"computes in bfloat16, not in {str(dtype).removeprefix('torch.')}: choose auto"
-    if head_dim != HEAD_DIM:
-        return f"takes heads of {HEAD_DIM}, and head_dim is {head_dim}: choose auto or fla"
-    if not bounded:
-        return "needs log decays of -5 or more: set model.delta_gate=bounded, or choose auto"
-    return unavailable()
+    return hopper.misfit(device, dtype, head_dim, bounded) or unavailable()
 
 
 @functools.cache
@@ -86,7 +72,7 @@ def delta_rule_cudnn(
             words where it refuses (no CUDA headers to compile its kernels with, for instance).
     """
     if abs(scale - SCALE) > 1e-9:
-        raise ValueError(f"delta-rule engine 'cudnn' takes scale {HEAD_DIM} ** -0.5 only, not {scale}")
+        raise ValueError(f"delta-rule engine 'cudnn' takes scale {hopper.HEAD_DIM} ** -0.5 only, not {scale}")
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     return _forward(q, k, v, g, beta, segments.cu_seqlens)
 

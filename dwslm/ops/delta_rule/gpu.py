@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dwslm.ops.delta_rule import cudnn, fla, fla_gdn
+from dwslm.ops.delta_rule import cudnn, fla, fla_gdn, hopper
+from dwslm.ops.segments import Segments
 
 
 class Engine(NamedTuple):
@@ -16,12 +17,19 @@ class Engine(NamedTuple):
     misfit: Callable[[torch.device, torch.dtype, int, bool], str | None]
 
 
+def _fused(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments, *, scale: float) -> Tensor:
+    from dwslm.ops.delta_rule.fused import delta_rule_fused  # Triton is there on GPU machines only
+
+    return delta_rule_fused(q, k, v, g, beta, segments, scale=scale)
+
+
 ENGINES = {
+    "fused": Engine(_fused, hopper.fused_misfit),
     "cudnn": Engine(cudnn.delta_rule_cudnn, cudnn.misfit),
     "fla": Engine(fla.delta_rule_fla, fla.misfit),
     "fla_gdn": Engine(fla_gdn.gated_delta_rule_fla, fla_gdn.misfit),
 }
-FASTEST_FIRST = ("cudnn", "fla")
+FASTEST_FIRST = ("fused", "cudnn", "fla")
 
 
 # The compiler calls this while it traces and keeps the name it returns: what is installed does not change during a run.

@@ -1,21 +1,11 @@
 """What the layer with its squared ReLU inside the products asks for. Apart from the kernel, which only some machines can
 import."""
 
-import importlib.metadata
-
 import torch
 
 from dwslm.ops import choice
 
 ROWS, COLUMNS, INNER = 128, 256, 64  # of a tile: tokens, hidden, and a step along the width
-VERSIONS = ("3.6",)
-"""Of Triton, which its kernel has been run with."""
-
-
-try:  # looked up once: a compiler cannot trace the look-up
-    INSTALLED = importlib.metadata.version("triton")
-except importlib.metadata.PackageNotFoundError:
-    INSTALLED = "none"
 
 
 def misfit(device: torch.device, dtype: torch.dtype, tokens: int, width: int, hidden: int) -> str | None:
@@ -31,9 +21,7 @@ def misfit(device: torch.device, dtype: torch.dtype, tokens: int, width: int, hi
             f"takes tokens in multiples of {ROWS}, model.width in multiples of {INNER} above {4 * INNER} and model.mlp_hidden in "
             f"multiples of {COLUMNS}, not {tokens}, {width} and {hidden}"
         )
-    if INSTALLED.rpartition(".")[0] not in VERSIONS:
-        return f"is for Triton {', '.join(VERSIONS)}, of which it uses experimental parts, and {INSTALLED} is installed"
-    return None
+    return choice.untried_triton("of which it uses experimental parts")
 
 
 def resolve(engine: str, device: torch.device, dtype: torch.dtype, tokens: int, width: int, hidden: int) -> str:

@@ -8,7 +8,7 @@ persistent: one warp copies, two warpgroups multiply. Each of these has 64 of a 
 epilogue of its own, and the two are not held together: while one writes, the other multiplies, as far as the stages between them
 reach. Sums are float32, rounded once. Same input, same bits. The other four products are ordinary ones.
 
-Gluon is an experimental part of Triton, whose names change from version to version: see `VERSIONS`.
+Gluon is an experimental part of Triton, whose names change from version to version: see `choice.TRIED`.
 """
 
 from typing import Any

@@ -1,0 +1,136 @@
+"""Kimi Delta Attention in kernels of our own for Hopper, for heads of 128 in bfloat16.
+
+Forward: `intra` (per chunk: keys and queries with their decays, inverse of the chunk's triangular system, scores), then a walk
+over each document's chunks, which leaves outputs, updates and the state before each chunk. Backward: `intra` again without its
+pairs, the walk back, and one kernel of gradients. Kept from forward to backward beside the inputs: inverse, scores, updates,
+states; together 8 KB a token for 8 heads. No kernel adds atomically.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dwslm.ops.delta_rule.fused_gradient import gradient_kernel
+from dwslm.ops.delta_rule.fused_intra import CHUNK, intra_kernel
+from dwslm.ops.delta_rule.fused_walks import STAGES, order_kernel, walk_kernel
+from dwslm.ops.segments import Segments
+
+# Channels that `intra` takes at a time, measured on an H200. Others have read outside of shared memory there, see `hopper`.
+PAIRED = {"PART": 32, "num_warps": 4, "num_stages": 3}
+ALONE = {"PART": 128, "num_warps": 4, "num_stages": 1}
+HALF = 64  # columns of v of a warpgroup's walk
+PART = 32  # channels of k that a warpgroup computes gradients of at a time
+
+
+def delta_rule_fused(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments, *, scale: float
+) -> Tensor:
+    """See `delta_rule`. bfloat16 q, k, v; log decays in [-5, 0]."""
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    return _forward(q, k, v, g, beta, segments.cu_seqlens, segments.ids, scale)[0]
+
+
+def _blocks(of: Tensor, width: int, height: int, across: int) -> TensorDescriptor:
+    """For copies of [height, across] out of or into `of` as rows of `width`."""
+    rows = of.view(-1, width)
+    layout = gl.NVMMASharedLayout(min(2 * across, 128), 16, 2)
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [height, across], layout)
+
+
+def _intra(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, ids: Tensor, scale: float, pairs: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, ...]:
+    """q_in, k_in, k_out, ends, system, scores; the last two are `pairs` where they are given."""
+    (total, heads, dim), chunks = q.shape, triton.cdiv(len(q), CHUNK)
+    q_in, k_in, k_out = (q.new_empty(chunks, heads, CHUNK, dim) for _ in range(3))
+    ends = g.new_empty(chunks, heads, dim)
+    system, scores = pairs or (q.new_empty(chunks, heads, CHUNK, CHUNK) for _ in range(2))
+    intra_kernel[heads, chunks](
+        q, k, g, beta, ids, q_in, k_in, k_out, ends, system, scores, total, scale,
+        HEADS=heads, K=dim, C=CHUNK, PAIRS=not pairs, **(ALONE if pairs else PAIRED),
+    )  # fmt: skip
+    return q_in, k_in, k_out, ends, system, scores
+
+
+def _walk(
+    value: Tensor, chunks: tuple[Tensor, ...], results: tuple[Tensor, Tensor, Tensor], beta: Tensor, cu_seqlens: Tensor,
+    ids: Tensor, back: bool,
+) -> None:  # fmt: skip
+    """value: v, or do on the way back. chunks: what `_intra` gives. results: outputs, updates and states, or the gradients of
+    right-hand sides, v and states."""
+    q_in, k_in, k_out, ends, system, scores = chunks
+    first, second, states = results
+    (total, heads, dim), slots = value.shape, len(cu_seqlens) - 1
+    order = torch.empty_like(cu_seqlens[1:])
+    order_kernel[(triton.cdiv(slots, 16),)](cu_seqlens, order, slots, SLOTS=triton.next_power_of_2(slots), TILE=16)
+    walk_kernel[heads, slots](
+        _blocks(value, heads * dim, CHUNK, HALF),
+        *(_blocks(x, dim, CHUNK, dim) for x in (k_in, q_in, k_out)), *(_blocks(x, CHUNK, CHUNK, CHUNK) for x in (system, scores)),
+        *(_blocks(x, heads * dim, CHUNK, HALF) for x in (first, second)), _blocks(states, dim, dim, HALF),
+        first, second, beta, ends, cu_seqlens, ids, order, total, HEADS=heads, BACK=back, STAGES=STAGES, num_warps=4,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("dwslm::kda_fused", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, ids: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, and what backward wants: inverse of the systems, scores, updates, states."""
+    chunks = _intra(q, k, g, beta, ids, scale, None)
+    out, updates = torch.empty_like(v), torch.empty_like(v)
+    states = q.new_empty(*chunks[3].shape, v.shape[2])
+    _walk(v, chunks, (out, updates, states), beta, cu_seqlens, ids, back=False)
+    return out, chunks[4], chunks[5], updates, states
+
+
+@_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, ids: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (_, heads, dim), chunks = q.shape, (q.shape[0] + CHUNK - 1) // CHUNK
+    squares = [q.new_empty(chunks, heads, CHUNK, CHUNK) for _ in range(2)]
+    return torch.empty_like(v), squares[0], squares[1], torch.empty_like(v), q.new_empty(chunks, heads, dim, dim)
+
+
+@torch.library.custom_op("dwslm::kda_fused_backward", mutates_args=())
+def _backward(
+    do: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, ids: Tensor, system: Tensor,
+    scores: Tensor, updates: Tensor, states: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    total, heads, dim = q.shape
+    chunks = _intra(q, k, g, beta, ids, scale, (system, scores))
+    dright, dv, dstates = torch.empty_like(do), torch.empty_like(do), torch.empty_like(states)
+    _walk(do, chunks, (dright, dv, dstates), beta, cu_seqlens, ids, back=True)
+    ends, count = chunks[3], len(chunks[3])
+    del chunks
+    dq, dk, dg, dbeta = (torch.empty_like(x) for x in (q, k, g, beta))
+    programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+    gradient_kernel[(min(count, programs),)](
+        *(_blocks(x, heads * dim, CHUNK, CHUNK) for x in (do, updates, dright)),
+        *(_blocks(x, dim, PART, CHUNK) for x in (states, dstates)), q, k, g, beta, ids, ends,
+        *(_blocks(x, heads * dim, CHUNK, PART) for x in (dq, dk)), dg, dbeta, count, total, scale, HEADS=heads, num_warps=4,
+    )  # fmt: skip
+    return dq, dk, dv, dg, dbeta
+
+
+@_backward.register_fake
+def _(do: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x) for x in (q, k, do, g, beta))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, _, g, beta, cu_seqlens, ids, ctx.scale = inputs
+    ctx.save_for_backward(q, k, g, beta, cu_seqlens, ids, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # or autograd would fill zeros for each of them
+
+
+def _differentiate(ctx: Any, do: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return *_backward(do.contiguous(), *ctx.saved_tensors, ctx.scale), None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

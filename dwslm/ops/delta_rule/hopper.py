@@ -1,0 +1,36 @@
+"""What the two engines for Hopper GPUs alone ask for."""
+
+import torch
+
+from dwslm.ops import choice
+
+HEAD_DIM = 128
+
+
+def misfit(device: torch.device, dtype: torch.dtype, head_dim: int, bounded: bool) -> str | None:
+    """Why the engine cannot take this case, and the way out; None where it can."""
+    if device.type != "cuda" or torch.version.hip:
+        return f"needs a Hopper GPU (compute capability 9.0), and the device is {device}: choose auto"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return (
+            "needs a Hopper GPU (compute capability 9.0), and this one has "
+            f"{capability[0]}.{capability[1]}: choose auto or fla"
+        )
+    if dtype != torch.bfloat16:
+        return f"computes in bfloat16, not in {str(dtype).removeprefix('torch.')}: choose auto"
+    if head_dim != HEAD_DIM:
+        return f"takes heads of {HEAD_DIM}, and head_dim is {head_dim}: choose auto or fla"
+    if not bounded:
+        return "needs log decays of -5 or more: set model.delta_gate=bounded, or choose auto"
+    return None
+
+
+def fused_misfit(device: torch.device, dtype: torch.dtype, head_dim: int, bounded: bool) -> str | None:
+    """The same for the kernels in Triton, whose compiler is known to go wrong with products of this kind on Hopper: with some
+    tile sizes they read outside of shared memory. Those taken here have been held to float32 with one version."""
+    if reason := misfit(device, dtype, head_dim, bounded):
+        return reason
+    if reason := choice.untried_triton("whose products for Hopper change with it"):
+        return f"{reason}: choose auto, cudnn or fla"
+    return None
