@@ -14,7 +14,7 @@ from dwslm.bench.step_classes import ProductShapes
 from dwslm.bench.step_floor import floors
 from dwslm.bench.timing import Timer, measure_ceilings
 from dwslm.bench.worker import describe_device
-from dwslm.cli.build import build
+from dwslm.cli.build import Built, build
 from dwslm.cli.find import open_split
 from dwslm.cli.plan_data import open_stream
 from dwslm.cli.preflight import composed
@@ -75,19 +75,32 @@ def measure_build(asked: Measurement, keep: Keep, say: Say) -> None:
             status="ok", **found, recorded=stepper.recorded, start=start, mfu=mfu(matrices, speed, device), profile=None
         )
         if asked.classes and device.type == "cuda":
-            ceilings = measure_ceilings(Timer(device), built.plan.micro_batch_tokens)
-            batch = next(drive.batches)
-            least = floors(
-                built.model,
-                built.optimizer,
-                [one.cu_seqlens.numpy() for one in batch.micro_batches],
-                built.plan.micro_batch_tokens,
-                batch.micro_batches[0].context,
-            )
-            shapes = ProductShapes(config.model.width, config.model.mlp_hidden, built.model.vocab_size)
-            profiled = profile_step(drive, stepper.launch, shapes, built.plan.grad_accum, least, ceilings)
-            keep(ceilings=ceilings, profile=profiled)
-            say(f"profiled: {profiled['wall_ms']:.1f} ms a step, idle {profiled['idle_ms']:.1f}")
+            keep_classes(built, config, drive, stepper, device, keep, say)
+
+
+def keep_classes(
+    built: Built, config: RunConfig, drive: Drive, stepper: OwnStepper, device: torch.device, keep: Keep, say: Say
+) -> None:
+    """Where the time of a step goes; or why that is not known, since what was timed stands without."""
+    try:
+        ceilings = measure_ceilings(Timer(device), built.plan.micro_batch_tokens)
+    except torch.OutOfMemoryError:
+        reason = "classes: no room beside this build for what measures ceilings; take smaller micro-batches for them"
+        keep(not_measured=reason)
+        say(reason)
+        return
+    batch = next(drive.batches)
+    least = floors(
+        built.model,
+        built.optimizer,
+        [one.cu_seqlens.numpy() for one in batch.micro_batches],
+        built.plan.micro_batch_tokens,
+        batch.micro_batches[0].context,
+    )
+    shapes = ProductShapes(config.model.width, config.model.mlp_hidden, built.model.vocab_size)
+    profiled = profile_step(drive, stepper.launch, shapes, built.plan.grad_accum, least, ceilings)
+    keep(ceilings=ceilings, profile=profiled)
+    say(f"profiled: {profiled['wall_ms']:.1f} ms a step, idle {profiled['idle_ms']:.1f}")
 
 
 def measure_peer(asked: Measurement, keep: Keep, say: Say) -> None:

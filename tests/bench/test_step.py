@@ -3,6 +3,7 @@
 import json
 import sys
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -192,6 +193,21 @@ def test_the_breakdown_is_of_one_step_and_adds_up():
     assert sum(row["share"] for row in found["classes"]) == pytest.approx(6 / 7)
     assert sum(row["ms"] for row in found["classes"]) + found["idle_ms"] == found["wall_ms"]
     assert found["kernels"][0] == {"class": "projections", "kernel": "gemm", "ms": 2.0, "count": 0.5}
+
+
+def test_a_build_that_fills_the_card_keeps_what_was_timed(monkeypatch):
+    """What measures the ceilings wants memory of its own."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(bench_step_measure, "measure_ceilings", full)
+    kept: dict[str, Any] = {"status": "ok"}
+    said: list[str] = []
+    built = SimpleNamespace(plan=SimpleNamespace(micro_batch_tokens=64))
+    rest: Any = None
+    bench_step_measure.keep_classes(cast(Any, built), rest, rest, rest, torch.device("cpu"), kept.update, said.append)
+    assert kept["status"] == "ok" and "smaller micro-batches" in kept["not_measured"] and said == [kept["not_measured"]]
 
 
 # ---- the peer ---------------------------------------------------------------------------------------------
