@@ -82,13 +82,6 @@ def keep_classes(
     built: Built, config: RunConfig, drive: Drive, stepper: OwnStepper, device: torch.device, keep: Keep, say: Say
 ) -> None:
     """Where the time of a step goes; or why that is not known, since what was timed stands without."""
-    try:
-        ceilings = measure_ceilings(Timer(device), built.plan.micro_batch_tokens)
-    except torch.OutOfMemoryError:
-        reason = "classes: no room beside this build for what measures ceilings; take smaller micro-batches for them"
-        keep(not_measured=reason)
-        say(reason)
-        return
     batch = next(drive.batches)
     least = floors(
         built.model,
@@ -98,7 +91,14 @@ def keep_classes(
         batch.micro_batches[0].context,
     )
     shapes = ProductShapes(config.model.width, config.model.mlp_hidden, built.model.vocab_size)
-    profiled = profile_step(drive, stepper.launch, shapes, built.plan.grad_accum, least, ceilings)
+    try:
+        ceilings = measure_ceilings(Timer(device), built.plan.micro_batch_tokens)
+        profiled = profile_step(drive, stepper.launch, shapes, built.plan.grad_accum, least, ceilings)
+    except torch.OutOfMemoryError:
+        reason = "no room beside this build for what measures its classes: take smaller micro-batches"
+        keep(no_classes=reason)
+        say(reason)
+        return
     keep(ceilings=ceilings, profile=profiled)
     say(f"profiled: {profiled['wall_ms']:.1f} ms a step, idle {profiled['idle_ms']:.1f}")
 

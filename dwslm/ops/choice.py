@@ -15,7 +15,7 @@ try:
 except importlib.metadata.PackageNotFoundError:
     TRITON = "none"
 TRIED = ("3.6",)
-"""Of Triton, with which kernels that hang on a version have been run."""
+"""Triton versions that the kernels which are bound to a version have been run with."""
 
 
 def check_name(what: str, engine: str, engines: Iterable[str] = ENGINES) -> None:

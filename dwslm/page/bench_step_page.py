@@ -301,6 +301,8 @@ def setup(steps: Steps) -> Section:
             rows.append((Cell(f"{build.name}, ceilings"), Cell(told)))
         if build.raw.get("not_measured"):
             rows.append((Cell(f"{build.name}, not measured"), Cell(str(build.raw["not_measured"]))))
+        if build.raw.get("no_classes"):
+            rows.append((Cell(f"{build.name}, classes"), Cell(str(build.raw["no_classes"]))))
     return Section("setup", "Setup", (Table("What was measured", ("", "value"), tuple(rows)),))
 
 

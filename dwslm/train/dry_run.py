@@ -22,8 +22,9 @@ from dwslm.train.step import TrainStep
 
 DELTA_CHUNK = 64  # tokens; as in the delta rule's own kernels, which only a machine with Triton can import
 GAPS = 0.13
-"""Of the activations, with attention residuals: what is free in a recording's memory and of no use. On an H200 it held 135.5 GB
-for a peak of 112.8, and 145.1 for 121.7; without attention residuals 9 % more than the peak, which `micro_batch.SHARE` covers."""
+"""Of the activations: what is free in a recording's memory and of no use, with attention residuals, beyond what
+`micro_batch.SHARE` leaves. On an H200 a recording held 135.5 GB for a peak of 112.8 and 145.1 for 121.7, 21 to 23 % of the
+activations; without attention residuals 9 %, which that share covers."""
 CPU_TOKENS = 512  # of the first row: a CPU would need hours for a step of the main model
 
 
@@ -117,7 +118,9 @@ def estimate(model: LanguageModel, optimizer: Optimizer, tokens: int) -> dict[st
     held = memory_bytes(optimizer.owned) | {"gradient": optimizer.gradient.nbytes}
     logits = min(CHUNK_BYTES, tokens * element * model.vocab_size)
     activations = tokens * activation_bytes(model, shifted=shifted, own_delta=rule == "fused")
-    gaps = {"gaps between attention residuals": int(GAPS * activations)} if s.depth_block else {}
+    gaps = (
+        {"gaps between attention residuals": int(GAPS * activations)} if s.depth_block and device.type == "cuda" else {}
+    )
     return {
         "model (compute copies, tables)": copies,
         "gradients of a micro-batch": copies,

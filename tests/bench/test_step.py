@@ -3,7 +3,7 @@
 import json
 import sys
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -202,12 +202,18 @@ def test_a_build_that_fills_the_card_keeps_what_was_timed(monkeypatch):
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(bench_step_measure, "measure_ceilings", full)
-    kept: dict[str, Any] = {"status": "ok"}
+    monkeypatch.setattr(bench_step_measure, "floors", lambda *_: None)
+    kept: dict[str, Any] = {"status": "ok", "not_measured": "no power"}
     said: list[str] = []
-    built = SimpleNamespace(plan=SimpleNamespace(micro_batch_tokens=64))
-    rest: Any = None
-    bench_step_measure.keep_classes(cast(Any, built), rest, rest, rest, torch.device("cpu"), kept.update, said.append)
-    assert kept["status"] == "ok" and "smaller micro-batches" in kept["not_measured"] and said == [kept["not_measured"]]
+    micro_batch = SimpleNamespace(cu_seqlens=torch.zeros(2), context=64)
+    drive: Any = SimpleNamespace(batches=iter([SimpleNamespace(micro_batches=[micro_batch])]))
+    model = SimpleNamespace(vocab_size=100)
+    built: Any = SimpleNamespace(plan=SimpleNamespace(micro_batch_tokens=64, grad_accum=1), model=model, optimizer=None)
+    config: Any = SimpleNamespace(model=ModelSettings())
+    stepper: Any = SimpleNamespace(launch=None)
+    bench_step_measure.keep_classes(built, config, drive, stepper, torch.device("cpu"), kept.update, said.append)
+    assert kept["status"] == "ok" and kept["not_measured"] == "no power" and "profile" not in kept
+    assert "smaller micro-batches" in kept["no_classes"] and said == [kept["no_classes"]]
 
 
 # ---- the peer ---------------------------------------------------------------------------------------------

@@ -297,3 +297,20 @@ def test_parts_are_not_left_to_another_package(monkeypatch, dispatch, other, fai
     else:
         fla.pin()
     assert utils.FLA_DISABLE_TENSOR_CACHE
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"v": (64, torch.bfloat16)}, "takes values of 128 a head, and v has 64"),
+        ({"q": (128, torch.float32)}, "q, k, v in bfloat16 and g, beta in float32, not float32, bfloat16"),
+        ({"g": (128, torch.bfloat16)}, "g, beta in float32"),
+    ],
+)
+def test_what_our_kernels_would_read_wrongly_is_refused(changes, words):
+    """`resolve` sees the keys' width and the values' dtype alone."""
+    shapes = {name: (128, torch.bfloat16) for name in "qkv"} | {"g": (128, torch.float32)} | changes
+    inputs = [torch.zeros(4, 1, width, dtype=dtype) for width, dtype in shapes.values()]
+    seg = segments(boundaries([0, 4]), 4, 4)
+    with pytest.raises(ValueError, match=words):
+        gpu.ENGINES["fused"].run(*inputs, torch.zeros(4, 1), seg, scale=1.0)

@@ -107,6 +107,21 @@ def test_engine_meets_float32(engine, gate, tokens):
     check(output_and_gradients(runner(engine, cu), inputs, weight), want, gate)
 
 
+@pytest.mark.parametrize("gate", ["typical", "uniform"])
+def test_more_chunks_and_segments_than_a_gpu_has_multiprocessors(engine, gate):
+    """So that a program goes over several chunks, in no whole number of turns, with single tokens side by side and segments that
+    end at a chunk's border and one beside it."""
+    rows = 3 * torch.cuda.get_device_properties("cuda").multi_processor_count // 16 + 2  # of 16 chunks of 64
+    offsets = [0]
+    for row in range(rows):
+        inside = [[], range(1, 129), [63, 64, 65, 127, 192, 500], [333]][row % 4]
+        offsets += [row * ROW + x for x in inside] + [(row + 1) * ROW]
+    torch.manual_seed(rows)
+    cu, inputs, weight = padded(offsets, len(offsets) + 3), draw(rows * ROW, gate), weights(rows * ROW)
+    want = output_and_gradients(runner("torch", cu), [x.float() for x in inputs], weight.float())
+    check(output_and_gradients(runner(engine, cu), inputs, weight), want, gate)
+
+
 def test_engine_meets_the_recurrence(engine):
     torch.manual_seed(0)
     cu, inputs, weight = padded([0, 100, 101, 256]), draw(256, "typical"), weights(256)

@@ -22,14 +22,15 @@ from dwslm.ops.segments import Segments
 # Channels that `intra` takes at a time, measured on an H200. Others have read outside of shared memory there, see `hopper`.
 PAIRED = {"PART": 32, "num_warps": 4, "num_stages": 3}
 ALONE = {"PART": 128, "num_warps": 4, "num_stages": 1}
-HALF = 64  # columns of v of a warpgroup's walk
-PART = 32  # channels of k that a warpgroup computes gradients of at a time
+COLUMNS = 64  # of v, of a warpgroup's walk
+CHANNELS = 32  # of k, that a warpgroup computes gradients of at a time
 
 
 def delta_rule_fused(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments, *, scale: float
 ) -> Tensor:
-    """See `delta_rule`. bfloat16 q, k, v; log decays in [-5, 0]."""
+    """See `delta_rule`. bfloat16 q, k, v, normalised q and k; log decays in [-5, 0], which are rounded to bfloat16; beta above
+    0 (below 1e-30 its gradient is taken as 0)."""
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     return _forward(q, k, v, g, beta, segments.cu_seqlens, segments.ids, scale)[0]
 
@@ -61,16 +62,17 @@ def _walk(
     ids: Tensor, back: bool,
 ) -> None:  # fmt: skip
     """value: v, or do on the way back. chunks: what `_intra` gives. results: outputs, updates and states, or the gradients of
-    right-hand sides, v and states."""
+    right-hand sides, v and states; the first two go as copies forward, and by address on the way back, where a chunk's tokens may
+    be written by two programs."""
     q_in, k_in, k_out, ends, system, scores = chunks
     first, second, states = results
     (total, heads, dim), slots = value.shape, len(cu_seqlens) - 1
     order = torch.empty_like(cu_seqlens[1:])
     order_kernel[(triton.cdiv(slots, 16),)](cu_seqlens, order, slots, SLOTS=triton.next_power_of_2(slots), TILE=16)
     walk_kernel[heads, slots](
-        _blocks(value, heads * dim, CHUNK, HALF),
+        _blocks(value, heads * dim, CHUNK, COLUMNS),
         *(_blocks(x, dim, CHUNK, dim) for x in (k_in, q_in, k_out)), *(_blocks(x, CHUNK, CHUNK, CHUNK) for x in (system, scores)),
-        *(_blocks(x, heads * dim, CHUNK, HALF) for x in (first, second)), _blocks(states, dim, dim, HALF),
+        *(_blocks(x, heads * dim, CHUNK, COLUMNS) for x in (first, second)), _blocks(states, dim, dim, COLUMNS),
         first, second, beta, ends, cu_seqlens, ids, order, total, HEADS=heads, BACK=back, STAGES=STAGES, num_warps=4,
     )  # fmt: skip
 
@@ -111,8 +113,8 @@ def _backward(
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count
     gradient_kernel[(min(count, programs),)](
         *(_blocks(x, heads * dim, CHUNK, CHUNK) for x in (do, updates, dright)),
-        *(_blocks(x, dim, PART, CHUNK) for x in (states, dstates)), q, k, g, beta, ids, ends,
-        *(_blocks(x, heads * dim, CHUNK, PART) for x in (dq, dk)), dg, dbeta, count, total, scale, HEADS=heads, num_warps=4,
+        *(_blocks(x, dim, CHANNELS, CHUNK) for x in (states, dstates)), q, k, g, beta, ids, ends,
+        *(_blocks(x, heads * dim, CHUNK, CHANNELS) for x in (dq, dk)), dg, dbeta, count, total, scale, HEADS=heads, num_warps=4,
     )  # fmt: skip
     return dq, dk, dv, dg, dbeta
 

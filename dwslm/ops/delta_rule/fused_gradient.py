@@ -165,7 +165,7 @@ def _half(
             rate = gl.load(beta + (first_token + t) * HEADS + head, mask=there, other=0.0)
             share = alone.load(gl.SliceLayout(1, TILE))[:, None]
             for part in range(C // PART):
-                zero = item + part >> 30
+                zero = (item + part) >> 30
                 decays, first, second, third = (
                     work.index(zero), work.index(zero + 1), work.index(zero + 2), work.index(zero + 3),
                 )  # fmt: skip
@@ -266,6 +266,8 @@ def gradient_kernel(
     work0 = gl.allocate_shared_memory(gl.bfloat16, [4, C, PART], dq.layout)
     work1 = gl.allocate_shared_memory(gl.bfloat16, [4, C, PART], dq.layout)
     alone = gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # full: a head's tiles have arrived. empty: both halves have read them. done: both are through with the last head's pairs and
+    # the last chunk's weights. made: both have written the chunk's weights. ready: both have written the head's pairs.
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -285,6 +287,6 @@ def gradient_kernel(
             (_copy, ((do, updates, dright, states, dstates), (dos, us, ys, ss0, ss1, dss0, dss1), full, empty, chunks, HEADS,
                      PART)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1],  # warps of the second and third
+        [240, 24],  # their registers; the first has what is left
     )  # fmt: skip

@@ -9,8 +9,8 @@ with all log decays at -5: exp(80) is 5.5e34, exp(160) is none.
 
 M_t is below 80 from the second block on, and -M_j up to the third one, so that the products of a factor that is too small to be
 written and one that is not are too small to count. Sums are products with matrices of zeros and ones, in which no sum crosses a
-document's first token: what is in one document does not move a bit of another. They take log decays rounded to bfloat16, as the
-gate's own input is; sums and factors are float32.
+document's first token: what is in one document does not move a bit of another, as long as it is finite. They take log decays
+rounded to bfloat16, as the gate's own input is; sums and factors are float32.
 """
 
 import triton
@@ -59,15 +59,6 @@ def sums_from_block(own, C: tl.constexpr):
     t, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     near = (t // BLOCK == s // BLOCK) & (t >= s)
     return tl.where(near & (own[:, None] == own[None, :]), 1.0, 0.0).to(tl.bfloat16)
-
-
-@triton.jit
-def diagonal_blocks(x, C: tl.constexpr):
-    """[C, C] -> [C / 16, 16, 16]."""
-    B: tl.constexpr = C // BLOCK
-    i = tl.arange(0, B)
-    own = i[:, None, None, None] == i[None, None, :, None]
-    return tl.sum(tl.where(own, tl.reshape(x, [B, BLOCK, B, BLOCK]), 0.0), axis=2)
 
 
 @triton.jit

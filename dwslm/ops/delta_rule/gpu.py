@@ -18,6 +18,8 @@ class Engine(NamedTuple):
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments, *, scale: float) -> Tensor:
+    if reason := hopper.unreadable(q, k, v, g, beta):
+        raise ValueError(f"delta-rule engine 'fused' {reason}: choose auto or torch")
     from dwslm.ops.delta_rule.fused import delta_rule_fused  # Triton is there on GPU machines only
 
     return delta_rule_fused(q, k, v, g, beta, segments, scale=scale)

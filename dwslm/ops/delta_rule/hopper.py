@@ -1,6 +1,7 @@
 """What the two engines for Hopper GPUs alone ask for."""
 
 import torch
+from torch import Tensor
 
 from dwslm.ops import choice
 
@@ -33,4 +34,14 @@ def fused_misfit(device: torch.device, dtype: torch.dtype, head_dim: int, bounde
         return reason
     if reason := choice.untried_triton("whose products for Hopper change with it"):
         return f"{reason}: choose auto, cudnn or fla"
+    return None
+
+
+def unreadable(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> str | None:
+    """What the Triton engine would read wrongly, beyond what `fused_misfit` is told; None where it reads all."""
+    if v.shape[-1] != HEAD_DIM:
+        return f"takes values of {HEAD_DIM} a head, and v has {v.shape[-1]}"
+    if not q.dtype == k.dtype == v.dtype == torch.bfloat16 or not g.dtype == beta.dtype == torch.float32:
+        names = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v, g, beta))
+        return f"takes q, k, v in bfloat16 and g, beta in float32, not {names}"
     return None
