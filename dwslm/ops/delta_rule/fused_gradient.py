@@ -120,10 +120,9 @@ def _half(
             zero = item >> 30
             here = chunk * HEADS + head
 
+            # The other half is through with the last head's pairs and the last chunk's weights.
             mbarrier.arrive(done)
-            mbarrier.wait(
-                done, phase
-            )  # the other half has done with the last head's pairs and the last chunk's weights
+            mbarrier.wait(done, phase)
             if head == 0:
                 one = gl.load(ids + first_token + a, mask=first_token + a < total, other=-2).to(gl.int32)
                 other = gl.load(ids + first_token + b, mask=first_token + b < total, other=-2).to(gl.int32)
