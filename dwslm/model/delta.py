@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dwslm.model.projection import OutputBlock, Projection
 from dwslm.model.value_embedding import ValueEmbedding
 from dwslm.ops.delta_gate import delta_gate
-from dwslm.ops.delta_rule import delta_rule, gated_delta_rule
+from dwslm.ops.delta_rule import decay_dtype, delta_rule, gated_delta_rule
 from dwslm.ops.gated_norm import gated_norm
 from dwslm.ops.scaled_product import scaled_product
 from dwslm.ops.segments import Segments
@@ -115,7 +115,8 @@ class DeltaAttention(nn.Module):
         The decay is [T, heads, head_dim] from f [T, heads * head_dim] (KDA), or [T, heads] from as many (GDN).
         """
         if self.kind == "kda" and self.gate == "bounded":
-            return delta_gate(f, self.A_log, self.dt_bias, logits, GATE_BOUND, self.gate_engine)
+            dtype = decay_dtype(self.engine, device=f.device, dtype=f.dtype, head_dim=self.head_dim, bounded=True)
+            return delta_gate(f, self.A_log, self.dt_bias, logits, GATE_BOUND, self.gate_engine, dtype)
         f = (f.float() + self.dt_bias).unflatten(-1, (self.heads, -1))
         rate = self.A_log.exp()[:, None]
         g = GATE_BOUND * torch.sigmoid(rate * f) if self.gate == "bounded" else -rate * F.softplus(f)

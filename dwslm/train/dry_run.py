@@ -138,7 +138,8 @@ def activation_bytes(model: LanguageModel, *, shifted: bool, own_delta: bool) ->
     side of the squared ReLU. What the fused kernels take apart is there twice:
     a kernel's outputs are no views of its input. A CPU keeps several times that, since its delta rule spells out its chunks in
     float32. shifted: whether convolutions are in plain PyTorch. own_delta: whether the delta rule is the engine `fused`, which
-    keeps the state before each chunk and each chunk's inverse and scores, and updates in the place of the values.
+    keeps the state before each chunk, each chunk's inverse and scores, keys and queries with their decays, and updates in the
+    place of the values, and takes log decays in bfloat16.
     """
     s = model.settings
     element = DTYPES[s.dtype].itemsize
@@ -159,8 +160,8 @@ def activation_bytes(model: LanguageModel, *, shifted: bool, own_delta: bool) ->
             if shifted:
                 kept += 9 * inner  # shifted copies of q, k, v, which the compiler keeps (measured: docs/lab-notes.md)
             if own_delta:
-                kept += mixer.heads * (mixer.head_dim**2 // DELTA_CHUNK + 2 * DELTA_CHUNK)
-            per_token += 4 * inner  # log decay, float32
+                kept += mixer.heads * (mixer.head_dim**2 // DELTA_CHUNK + 2 * DELTA_CHUNK) + 3 * inner
+            per_token += (2 if own_delta and mixer.kind == "kda" else 4) * inner  # log decay
         if mixer.value_embedding is not None:
             kept += values  # with the embedding
             per_token += 4 * values  # the embedding itself, float32

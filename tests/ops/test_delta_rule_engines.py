@@ -303,8 +303,8 @@ def test_parts_are_not_left_to_another_package(monkeypatch, dispatch, other, fai
     ("changes", "words"),
     [
         ({"v": (64, torch.bfloat16)}, "takes values of 128 a head, and v has 64"),
-        ({"q": (128, torch.float32)}, "q, k, v in bfloat16 and g, beta in float32, not float32, bfloat16"),
-        ({"g": (128, torch.bfloat16)}, "g, beta in float32"),
+        ({"q": (128, torch.float32)}, "beta in float32, not float32, bfloat16"),
+        ({"g": (128, torch.float16)}, "g in bfloat16 or float32"),
     ],
 )
 def test_what_our_kernels_would_read_wrongly_is_refused(changes, words):

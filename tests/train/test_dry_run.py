@@ -52,7 +52,8 @@ def test_bytes_a_token_of_our_own_delta_rule_by_hand(changes, layers, heads):
     assert states + squares + updates == 1024 * heads
     model, _ = on_paper(**changes)
     own, cudnn = (activation_bytes(model, shifted=False, own_delta=own) for own in (True, False))
-    assert own - cudnn == layers * (states + squares + updates - heads * 128 * 2)
+    moved, decays = 3 * heads * 128 * 2, 0 if changes.get("local") == "gdn" else heads * 128 * 2
+    assert own - cudnn == layers * (states + squares + updates - heads * 128 * 2 + moved - decays)
 
 
 @pytest.mark.parametrize(

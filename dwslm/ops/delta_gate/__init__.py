@@ -26,7 +26,13 @@ def resolve(engine: str, device: torch.device, head_dim: int) -> str:
 
 
 def delta_gate(
-    f: Tensor, a_log: Tensor, dt_bias: Tensor, logits: Tensor, bound: float, engine: str = "auto"
+    f: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    logits: Tensor,
+    bound: float,
+    engine: str = "auto",
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Log decay and beta of every token.
 
@@ -36,9 +42,10 @@ def delta_gate(
         logits: [T, heads], of beta; only its last dimension has to be dense.
         bound: the least log decay, below 0.
         engine: a name out of `ENGINES`, or `auto`.
+        dtype: of the log decay.
 
     Returns:
-        log decay, float32 [T, heads, head_dim] in (bound, 0); beta, float32 [T, heads] in (0, 1).
+        log decay, `dtype` [T, heads, head_dim] in (bound, 0); beta, float32 [T, heads] in (0, 1).
 
     Raises:
         ValueError: as `resolve` does.
@@ -47,6 +54,6 @@ def delta_gate(
     if resolve(engine, f.device, f.shape[1] // heads) == "fused":
         from dwslm.ops.delta_gate.fused import delta_gate_fused  # Triton is there on GPU machines only
 
-        return delta_gate_fused(f, a_log, dt_bias, logits, bound)
+        return delta_gate_fused(f, a_log, dt_bias, logits, bound, dtype)
     u = a_log.exp()[:, None] * (f.float() + dt_bias).unflatten(-1, (heads, -1))
-    return bound * torch.sigmoid(u), torch.sigmoid(logits.float())
+    return (bound * torch.sigmoid(u)).to(dtype), torch.sigmoid(logits.float())

@@ -54,7 +54,7 @@ def _forward_kernel(
     shift = (rate * tl.load(dt_bias + head * HEAD + c))[None, :]
     for i in tl.static_range(TILES):
         y = bound * _sigmoid(rate * tiles[i].to(tl.float32) + shift)
-        tl.store(g + (i * TOKENS * row + offsets), y, mask=(i * TOKENS + t < left)[:, None])
+        tl.store(g + (i * TOKENS * row + offsets), y.to(g.dtype.element_ty), mask=(i * TOKENS + t < left)[:, None])
     tl.store(beta + (start + own) * heads + head, _sigmoid(PER_LN2 * z.to(tl.float32)), mask=own < left)
 
 
@@ -89,7 +89,7 @@ def _backward_kernel(
         for j in tl.static_range(TILES):
             x = inputs[j].to(tl.float32)
             s = _sigmoid(rate * x + shift)
-            d = slope * upstream[j] * (s - s * s)
+            d = slope * upstream[j].to(tl.float32) * (s - s * s)
             there, place = (i + j * TOKENS + t < left)[:, None], (i + j * TOKENS) * row + offsets
             tl.store(df + place, d.to(df.dtype.element_ty), mask=there)
             bias_sum += d
@@ -101,9 +101,11 @@ def _backward_kernel(
     tl.store(dlogits + (start + own) * heads + head, (dz * (b - b * b)).to(dlogits.dtype.element_ty), mask=own < left)
 
 
-def delta_gate_fused(f: Tensor, a_log: Tensor, dt_bias: Tensor, logits: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+def delta_gate_fused(
+    f: Tensor, a_log: Tensor, dt_bias: Tensor, logits: Tensor, bound: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """See `delta_gate`."""
-    return _forward(f.contiguous(), a_log, dt_bias, logits, bound)
+    return _forward(f.contiguous(), a_log, dt_bias, logits, bound, dtype)
 
 
 def _tile(f: Tensor, a_log: Tensor) -> dict[str, int]:
@@ -112,8 +114,10 @@ def _tile(f: Tensor, a_log: Tensor) -> dict[str, int]:
 
 
 @torch.library.custom_op("dwslm::delta_gate", mutates_args=())
-def _forward(f: Tensor, a_log: Tensor, dt_bias: Tensor, logits: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-    g, beta = _forward_shapes(f, a_log, dt_bias, logits, bound)
+def _forward(
+    f: Tensor, a_log: Tensor, dt_bias: Tensor, logits: Tensor, bound: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    g, beta = _forward_shapes(f, a_log, dt_bias, logits, bound, dtype)
     total, heads, tile = len(f), len(a_log), _tile(f, a_log)
     _forward_kernel[heads, triton.cdiv(total, TILES * tile["TOKENS"])](
         f, a_log, dt_bias, logits, g, beta, total, heads, logits.stride(0), bound, **tile
@@ -122,9 +126,11 @@ def _forward(f: Tensor, a_log: Tensor, dt_bias: Tensor, logits: Tensor, bound: f
 
 
 @_forward.register_fake
-def _forward_shapes(f: Tensor, a_log: Tensor, dt_bias: Tensor, logits: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+def _forward_shapes(
+    f: Tensor, a_log: Tensor, dt_bias: Tensor, logits: Tensor, bound: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     heads = a_log.shape[0]
-    return a_log.new_empty(f.shape[0], heads, f.shape[1] // heads), a_log.new_empty(f.shape[0], heads)
+    return a_log.new_empty(f.shape[0], heads, f.shape[1] // heads, dtype=dtype), a_log.new_empty(f.shape[0], heads)
 
 
 @torch.library.custom_op("dwslm::delta_gate_backward", mutates_args=())
@@ -153,7 +159,7 @@ def _backward_shapes(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.bound = inputs
+    *tensors, ctx.bound, _ = inputs
     ctx.save_for_backward(*tensors)
 
 
@@ -161,7 +167,7 @@ def _differentiate(ctx: Any, dg: Tensor, dbeta: Tensor) -> tuple[Tensor | None, 
     f, a_log, dt_bias, logits = ctx.saved_tensors
     df, dlogits, sums = _backward(dg.contiguous(), dbeta.contiguous(), f, a_log, dt_bias, logits, ctx.bound)
     channels = dt_bias.shape[0]
-    return df, sums[channels:], sums[:channels], dlogits, None
+    return df, sums[channels:], sums[:channels], dlogits, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

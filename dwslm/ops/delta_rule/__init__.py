@@ -56,6 +56,13 @@ def resolve(
     return gpu.choose(engine, device, dtype, head_dim, bounded)
 
 
+def decay_dtype(engine: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, bounded: bool) -> torch.dtype:
+    """In which the engine that `engine` comes to reads log decays: made in that, they are not rounded once more. Arguments as
+    `resolve` takes them."""
+    name = resolve(engine, device=device, dtype=dtype, head_dim=head_dim, bounded=bounded)
+    return torch.bfloat16 if name == "fused" else torch.float32
+
+
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -73,7 +80,7 @@ def delta_rule(
     Args:
         q, k: [T, heads, key_dim], already normalised to length 1.
         v: [T, heads, value_dim].
-        g: float32 [T, heads, key_dim], log decay, at most 0.
+        g: [T, heads, key_dim], log decay, at most 0; float32, or `decay_dtype` of the engine.
         beta: float32 [T, heads], in (0, 1).
         segments: boundaries; the state is zero at the start of each.
         bounded: that no entry of g is less than -5, which the fast engines need.

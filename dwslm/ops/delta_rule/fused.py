@@ -1,9 +1,9 @@
 """Kimi Delta Attention in kernels of our own for Hopper, for heads of 128 in bfloat16.
 
 Forward: `intra` (per chunk: keys and queries with their decays, inverse of the chunk's triangular system, scores), then a walk
-over each document's chunks, which leaves outputs, updates and the state before each chunk. Backward: `intra` again without its
-pairs, the walk back, and one kernel of gradients. Kept from forward to backward beside the inputs: inverse, scores, updates,
-states; together 8 KB a token for 8 heads. No kernel adds atomically.
+over each document's chunks, which leaves outputs, updates and the state before each chunk. Backward: the walk back, and one
+kernel of gradients. Kept from forward to backward beside the inputs: what `intra` gives, updates and states; together 14 KB a
+token for 8 heads. No kernel adds atomically.
 """
 
 from typing import Any
@@ -20,17 +20,17 @@ from dwslm.ops.delta_rule.fused_walks import STAGES, order_kernel, walk_kernel
 from dwslm.ops.segments import Segments
 
 # Channels that `intra` takes at a time, measured on an H200. Others have read outside of shared memory there, see `hopper`.
-PAIRED = {"PART": 32, "num_warps": 4, "num_stages": 3}
-ALONE = {"PART": 128, "num_warps": 4, "num_stages": 1}
+INTRA = {"PART": 32, "num_warps": 4, "num_stages": 3}
 COLUMNS = 64  # of v, of a warpgroup's walk
 CHANNELS = 32  # of k, that a warpgroup computes gradients of at a time
+Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def delta_rule_fused(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments, *, scale: float
 ) -> Tensor:
-    """See `delta_rule`. bfloat16 q, k, v, normalised q and k; log decays in [-5, 0], which are rounded to bfloat16; beta above
-    0 (below 1e-30 its gradient is taken as 0)."""
+    """See `delta_rule`. bfloat16 q, k, v, normalised q and k; log decays in [-5, 0], rounded to bfloat16 where they are float32;
+    beta above 0 (below 1e-30 its gradient is taken as 0)."""
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     return _forward(q, k, v, g, beta, segments.cu_seqlens, segments.ids, scale)[0]
 
@@ -42,23 +42,23 @@ def _blocks(of: Tensor, width: int, height: int, across: int) -> TensorDescripto
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [height, across], layout)
 
 
-def _intra(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, ids: Tensor, scale: float, pairs: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, ...]:
-    """q_in, k_in, k_out, ends, system, scores; the last two are `pairs` where they are given."""
+def _intra(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, ids: Tensor, scale: float) -> Six:
+    """q_in, k_in, k_out, ends, system, scores."""
     (total, heads, dim), chunks = q.shape, triton.cdiv(len(q), CHUNK)
+    results = _intra_shapes(q, beta, chunks)
+    intra_kernel[heads, chunks](q, k, g, beta, ids, *results, total, scale, HEADS=heads, K=dim, C=CHUNK, **INTRA)
+    return results
+
+
+def _intra_shapes(q: Tensor, beta: Tensor, chunks: int) -> Six:
+    _, heads, dim = q.shape
     q_in, k_in, k_out = (q.new_empty(chunks, heads, CHUNK, dim) for _ in range(3))
-    ends = g.new_empty(chunks, heads, dim)
-    system, scores = pairs or (q.new_empty(chunks, heads, CHUNK, CHUNK) for _ in range(2))
-    intra_kernel[heads, chunks](
-        q, k, g, beta, ids, q_in, k_in, k_out, ends, system, scores, total, scale,
-        HEADS=heads, K=dim, C=CHUNK, PAIRS=not pairs, **(ALONE if pairs else PAIRED),
-    )  # fmt: skip
-    return q_in, k_in, k_out, ends, system, scores
+    system, scores = (q.new_empty(chunks, heads, CHUNK, CHUNK) for _ in range(2))
+    return q_in, k_in, k_out, beta.new_empty(chunks, heads, dim), system, scores
 
 
 def _walk(
-    value: Tensor, chunks: tuple[Tensor, ...], results: tuple[Tensor, Tensor, Tensor], beta: Tensor, cu_seqlens: Tensor,
+    value: Tensor, chunks: Six, results: tuple[Tensor, Tensor, Tensor], beta: Tensor, cu_seqlens: Tensor,
     ids: Tensor, back: bool,
 ) -> None:  # fmt: skip
     """value: v, or do on the way back. chunks: what `_intra` gives. results: outputs, updates and states, or the gradients of
@@ -80,35 +80,33 @@ def _walk(
 @torch.library.custom_op("dwslm::kda_fused", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, ids: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, and what backward wants: inverse of the systems, scores, updates, states."""
-    chunks = _intra(q, k, g, beta, ids, scale, None)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, and what backward wants: updates, states, and what `_intra` gives."""
+    chunks = _intra(q, k, g, beta, ids, scale)
     out, updates = torch.empty_like(v), torch.empty_like(v)
     states = q.new_empty(*chunks[3].shape, v.shape[2])
     _walk(v, chunks, (out, updates, states), beta, cu_seqlens, ids, back=False)
-    return out, chunks[4], chunks[5], updates, states
+    return out, updates, states, *chunks
 
 
 @_forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, ids: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    (_, heads, dim), chunks = q.shape, (q.shape[0] + CHUNK - 1) // CHUNK
-    squares = [q.new_empty(chunks, heads, CHUNK, CHUNK) for _ in range(2)]
-    return torch.empty_like(v), squares[0], squares[1], torch.empty_like(v), q.new_empty(chunks, heads, dim, dim)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    count, (_, heads, dim) = (q.shape[0] + CHUNK - 1) // CHUNK, q.shape
+    states = q.new_empty(count, heads, dim, dim)
+    return torch.empty_like(v), torch.empty_like(v), states, *_intra_shapes(q, beta, count)
 
 
 @torch.library.custom_op("dwslm::kda_fused_backward", mutates_args=())
 def _backward(
-    do: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, ids: Tensor, system: Tensor,
-    scores: Tensor, updates: Tensor, states: Tensor, scale: float,
+    do: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, ids: Tensor, updates: Tensor,
+    states: Tensor, q_in: Tensor, k_in: Tensor, k_out: Tensor, ends: Tensor, system: Tensor, scores: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     total, heads, dim = q.shape
-    chunks = _intra(q, k, g, beta, ids, scale, (system, scores))
+    chunks, count = (q_in, k_in, k_out, ends, system, scores), len(states)
     dright, dv, dstates = torch.empty_like(do), torch.empty_like(do), torch.empty_like(states)
     _walk(do, chunks, (dright, dv, dstates), beta, cu_seqlens, ids, back=True)
-    ends, count = chunks[3], len(chunks[3])
-    del chunks
     dq, dk, dg, dbeta = (torch.empty_like(x) for x in (q, k, g, beta))
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count
     gradient_kernel[(min(count, programs),)](

@@ -172,7 +172,7 @@ def _half(
                 start = gl.to_tensor(chunk).to(gl.int64) * (C * HEADS * K) + head * K + channel
                 end = gl.load(ends + here * K + channel + s)
                 tma.store_wait(0)
-                decays.store((next_g * LOG2E).to(gl.bfloat16))
+                decays.store(next_g.to(gl.bfloat16))
                 first.store(next_k)
                 second.store(next_q)
                 fence_async_shared()
@@ -205,6 +205,7 @@ def _half(
                 if turned:
                     mbarrier.arrive(empty)
                 of_decay = gl.convert_layout(of_decay, gl.SliceLayout(0, TILE)) * (gl.exp2(end) * is_open)
+                sums *= LOG2E
                 into = gl.exp2(sums)
                 dquery *= into * (carried * scale)[:, None]
                 dkey *= into * (carried * -rate)[:, None]
@@ -216,13 +217,13 @@ def _half(
                 at_end = gl.sum(given, axis=0) + of_decay
                 dlog += gl.where(t[:, None] == C - 1, at_end[None, :], 0.0) - given
 
-                into = gl.where(t[:, None] < BLOCK, 0.0, gl.exp2(from_middle))
-                out = gl.where(t[:, None] >= C - BLOCK, 0.0, gl.exp2(-from_middle))
+                into = gl.where(t[:, None] < BLOCK, 0.0, gl.exp2(from_middle * LOG2E))
+                out = gl.where(t[:, None] >= C - BLOCK, 0.0, gl.exp2(-LOG2E * from_middle))
                 dquery, dkey, dlog = _pairs(
                     keys, queries, into, out, pairs.index(zero + 1), pairs.index(zero + 3), first, second, third, nothing,
                     dquery, dkey, dlog,
                 )  # fmt: skip
-                into, out = gl.exp2(from_block + SHIFT), gl.exp2(-SHIFT - from_block)
+                into, out = gl.exp2(from_block * LOG2E + SHIFT), gl.exp2(-SHIFT - from_block * LOG2E)
                 dquery, dkey, dlog = _pairs(
                     keys, queries, into, out, pairs.index(zero), pairs.index(zero + 2), first, second, third, nothing,
                     dquery, dkey, dlog,
@@ -239,7 +240,7 @@ def _half(
                 dlog = warpgroup_mma(onward, third, nothing, is_async=True)
                 dlog = warpgroup_mma(onward, decays, dlog, is_async=True)
                 dlog = warpgroup_mma_wait(0, deps=(dlog,))
-                gl.store(dg + start + place, dlog, mask=there[:, None])
+                gl.store(dg + start + place, dlog.to(dg.dtype.element_ty), mask=there[:, None])
             item += 1
         turn = turn ^ 1
     tma.store_wait(0)

@@ -94,12 +94,11 @@ def _inverse(diagonal, off, C: tl.constexpr):
 @triton.jit
 def intra_kernel(
     q, k, g, beta, ids, q_in, k_in, k_out, ends, system, scores, total, scale,
-    HEADS: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr,
+    HEADS: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """What a chunk gives and takes: q_in = scale q exp(G), k_in = beta k exp(G), k_out = k exp(G_end - G), and G_end in
-    powers of two (`ends`).
-    With PAIRS also `system` = (I + A)^-1 and `scores` = B of `chunked`. A program has a chunk and a head, and goes over PART
-    channels at a time."""
+    powers of two (`ends`); `system` = (I + A)^-1 and `scores` = B of `chunked`. A program has a chunk and a head, and goes over
+    PART channels at a time."""
     B: tl.constexpr = C // BLOCK
     head, chunk = tl.program_id(0), tl.program_id(1)
     own, before = chunk_ids(ids, chunk, total, C)
@@ -119,46 +118,42 @@ def intra_kernel(
     last_row = ends + here * K + tl.zeros([C, 1], tl.int32)
     square = t[:, None] * C + s[None, :]
     up_to = sums_up_to(own, C)
-    if PAIRS:
-        from_middle, from_block = sums_from_middle(own, C), sums_from_block(own, C)
-        near_scores = tl.zeros([B, BLOCK, BLOCK], tl.float32)
-        near_keys = tl.zeros([B, BLOCK, BLOCK], tl.float32)
-        far_scores = tl.zeros([C, C], tl.float32)
-        far_keys = tl.zeros([C, C], tl.float32)
+    from_middle, from_block = sums_from_middle(own, C), sums_from_block(own, C)
+    near_scores = tl.zeros([B, BLOCK, BLOCK], tl.float32)
+    near_keys = tl.zeros([B, BLOCK, BLOCK], tl.float32)
+    far_scores = tl.zeros([C, C], tl.float32)
+    far_keys = tl.zeros([C, C], tl.float32)
     for i in range(0, K, PART):
         queries = tl.load(q + i + place, mask=there, other=0.0).to(tl.float32)
         keys = tl.load(k + i + place, mask=there, other=0.0).to(tl.float32)
-        decays = tl.load(g + i + place, mask=there, other=0.0) * LOG2E
-        rounded = decays.to(tl.bfloat16)
-        sums = tl.dot(up_to, rounded)
+        rounded = tl.load(g + i + place, mask=there, other=0.0).to(tl.bfloat16)
+        sums = tl.dot(up_to, rounded) * LOG2E
         into = tl.math.exp2(sums)
         tl.store(q_in + i + tile, (queries * into * (scale * carried)).to(tl.bfloat16))
         tl.store(k_in + i + tile, (keys * into * (rate[:, None] * carried)).to(tl.bfloat16))
         tl.store(last_row + i + c[None, :], sums, mask=t[:, None] == C - 1)
-        out = tl.math.exp2(tl.dot(tl.trans(up_to), rounded) - rounded.to(tl.float32))
+        out = tl.math.exp2(LOG2E * (tl.dot(tl.trans(up_to), rounded) - rounded.to(tl.float32)))
         tl.store(k_out + i + tile, (keys * out * kept).to(tl.bfloat16))
-        if PAIRS:
-            sums = tl.dot(from_middle, rounded)
-            left = tl.where(t[:, None] < BLOCK, 0.0, tl.math.exp2(sums))
-            right = tl.where(t[:, None] >= C - BLOCK, 0.0, tl.math.exp2(-sums))
-            earlier = tl.trans((keys * right).to(tl.bfloat16))
-            far_scores = tl.dot((queries * left).to(tl.bfloat16), earlier, far_scores)
-            far_keys = tl.dot((keys * left).to(tl.bfloat16), earlier, far_keys)
-            sums = tl.dot(from_block, rounded)
-            left, right = tl.math.exp2(sums + SHIFT), tl.math.exp2(-SHIFT - sums)
-            earlier3 = tl.permute(tl.reshape((keys * right).to(tl.bfloat16), [B, BLOCK, PART]), [0, 2, 1])
-            near_scores = tl.dot(tl.reshape((queries * left).to(tl.bfloat16), [B, BLOCK, PART]), earlier3, near_scores)
-            near_keys = tl.dot(tl.reshape((keys * left).to(tl.bfloat16), [B, BLOCK, PART]), earlier3, near_keys)
-    if PAIRS:
-        same = own[:, None] == own[None, :]
-        own3 = tl.reshape(own, [B, BLOCK])
-        r = tl.arange(0, BLOCK)
-        same3 = own3[:, :, None] == own3[:, None, :]
-        near, strict = same3 & (r[None, :, None] >= r[None, None, :]), same3 & (r[None, :, None] > r[None, None, :])
-        far = (t[:, None] // BLOCK > s[None, :] // BLOCK) & same
-        system, scores = system + here * (C * C), scores + here * (C * C)
-        pairs = tl.where(far, far_scores, on_diagonal(tl.where(near, near_scores, 0.0), C))
-        tl.store(scores + square, (pairs * scale).to(tl.bfloat16))
-        rates = tl.reshape(rate, [B, BLOCK])[:, :, None]
-        inverse = _inverse(tl.where(strict, near_keys * rates, 0.0), tl.where(far, far_keys * rate[:, None], 0.0), C)
-        tl.store(system + square, inverse.to(tl.bfloat16))
+        sums = tl.dot(from_middle, rounded) * LOG2E
+        left = tl.where(t[:, None] < BLOCK, 0.0, tl.math.exp2(sums))
+        right = tl.where(t[:, None] >= C - BLOCK, 0.0, tl.math.exp2(-sums))
+        earlier = tl.trans((keys * right).to(tl.bfloat16))
+        far_scores = tl.dot((queries * left).to(tl.bfloat16), earlier, far_scores)
+        far_keys = tl.dot((keys * left).to(tl.bfloat16), earlier, far_keys)
+        sums = tl.dot(from_block, rounded) * LOG2E
+        left, right = tl.math.exp2(sums + SHIFT), tl.math.exp2(-SHIFT - sums)
+        earlier3 = tl.permute(tl.reshape((keys * right).to(tl.bfloat16), [B, BLOCK, PART]), [0, 2, 1])
+        near_scores = tl.dot(tl.reshape((queries * left).to(tl.bfloat16), [B, BLOCK, PART]), earlier3, near_scores)
+        near_keys = tl.dot(tl.reshape((keys * left).to(tl.bfloat16), [B, BLOCK, PART]), earlier3, near_keys)
+    same = own[:, None] == own[None, :]
+    own3 = tl.reshape(own, [B, BLOCK])
+    r = tl.arange(0, BLOCK)
+    same3 = own3[:, :, None] == own3[:, None, :]
+    near, strict = same3 & (r[None, :, None] >= r[None, None, :]), same3 & (r[None, :, None] > r[None, None, :])
+    far = (t[:, None] // BLOCK > s[None, :] // BLOCK) & same
+    system, scores = system + here * (C * C), scores + here * (C * C)
+    pairs = tl.where(far, far_scores, on_diagonal(tl.where(near, near_scores, 0.0), C))
+    tl.store(scores + square, (pairs * scale).to(tl.bfloat16))
+    rates = tl.reshape(rate, [B, BLOCK])[:, :, None]
+    inverse = _inverse(tl.where(strict, near_keys * rates, 0.0), tl.where(far, far_keys * rate[:, None], 0.0), C)
+    tl.store(system + square, inverse.to(tl.bfloat16))

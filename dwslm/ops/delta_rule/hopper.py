@@ -41,7 +41,8 @@ def unreadable(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> str 
     """What the Triton engine would read wrongly, beyond what `fused_misfit` is told; None where it reads all."""
     if v.shape[-1] != HEAD_DIM:
         return f"takes values of {HEAD_DIM} a head, and v has {v.shape[-1]}"
-    if not q.dtype == k.dtype == v.dtype == torch.bfloat16 or not g.dtype == beta.dtype == torch.float32:
+    gates = (torch.bfloat16, torch.float32)
+    if not q.dtype == k.dtype == v.dtype == torch.bfloat16 or g.dtype not in gates or beta.dtype != torch.float32:
         names = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v, g, beta))
-        return f"takes q, k, v in bfloat16 and g, beta in float32, not {names}"
+        return f"takes q, k, v in bfloat16, g in bfloat16 or float32 and beta in float32, not {names}"
     return None
