@@ -59,22 +59,13 @@ def _copy(
         bar = full.index(stage)
         mbarrier.wait(empty.index(stage), phase ^ 1)
         mbarrier.expect(bar, 3 * take.block_type.nbytes + 2 * solve.block_type.nbytes + 2 * value.block_type.nbytes)
-        if BACK:
-            tma.async_copy_global_to_shared(score, [row, 0], bar, scores.index(stage))
-            tma.async_copy_global_to_shared(value, [chunk * C, column], bar, values.index(2 * stage))
-            tma.async_copy_global_to_shared(value, [chunk * C, column + PART], bar, values.index(2 * stage + 1))
-            tma.async_copy_global_to_shared(give, [row, 0], bar, gives.index(stage))
-            tma.async_copy_global_to_shared(solve, [row, 0], bar, solves.index(stage))
-            tma.async_copy_global_to_shared(ask, [row, 0], bar, asks.index(stage))
-            tma.async_copy_global_to_shared(take, [row, 0], bar, takes.index(stage))
-        else:
-            tma.async_copy_global_to_shared(take, [row, 0], bar, takes.index(stage))
-            tma.async_copy_global_to_shared(ask, [row, 0], bar, asks.index(stage))
-            tma.async_copy_global_to_shared(value, [chunk * C, column], bar, values.index(2 * stage))
-            tma.async_copy_global_to_shared(value, [chunk * C, column + PART], bar, values.index(2 * stage + 1))
-            tma.async_copy_global_to_shared(solve, [row, 0], bar, solves.index(stage))
-            tma.async_copy_global_to_shared(score, [row, 0], bar, scores.index(stage))
-            tma.async_copy_global_to_shared(give, [row, 0], bar, gives.index(stage))
+        tma.async_copy_global_to_shared(take, [row, 0], bar, takes.index(stage))
+        tma.async_copy_global_to_shared(ask, [row, 0], bar, asks.index(stage))
+        tma.async_copy_global_to_shared(give, [row, 0], bar, gives.index(stage))
+        tma.async_copy_global_to_shared(solve, [row, 0], bar, solves.index(stage))
+        tma.async_copy_global_to_shared(score, [row, 0], bar, scores.index(stage))
+        tma.async_copy_global_to_shared(value, [chunk * C, column], bar, values.index(2 * stage))
+        tma.async_copy_global_to_shared(value, [chunk * C, column + PART], bar, values.index(2 * stage + 1))
 
 
 @gluon.jit
