@@ -83,4 +83,5 @@ def test_fused_keeps_the_rules_of_custom_operators():
     inputs, _ = draw(100, 2, 16, torch.float32, "cuda")
     inputs = [x.requires_grad_() for x in inputs]
     delta_gate(*inputs, BOUND, "fused")  # loads the operator
-    torch.library.opcheck(torch.ops.dwslm.delta_gate.default, (*inputs, BOUND))
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.library.opcheck(torch.ops.dwslm.delta_gate.default, (*inputs, BOUND, dtype))
