@@ -11,7 +11,8 @@ from dwslm.bench import engines_mlp as others
 from dwslm.bench.case import Case, Cost, Engine, Run, Shape, compiled
 from dwslm.bench.work import Work
 from dwslm.ops import mlp
-from dwslm.ops.mlp import fit, new_peaks, squared_relu_mlp
+from dwslm.ops.fp8 import new_peaks
+from dwslm.ops.mlp import PEAKS, fit, squared_relu_mlp
 from dwslm.ops.mlp.reference import squared_relu_mlp_reference
 from dwslm.ops.segments import Segments
 
@@ -65,7 +66,7 @@ def cases(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Case]:
         return run("model", "fused")
 
     def delayed() -> Run:
-        peaks = new_peaks(device)
+        peaks = new_peaks(len(PEAKS), device)
 
         def own(inputs: Sequence[Tensor], segments: Segments) -> tuple[Tensor, ...]:
             x, up, down = inputs

@@ -151,7 +151,7 @@ def test_each_part_can_be_turned_off():
     assert small_model(depth_block=0).sizes()["rest"] < full["rest"]
     for factor, settings in ((1.0, {"base_depth": 0}), (0.5, {"layers": 16, "depth_block": 8}), (1.0, {"layers": 4})):
         layer = small_model(**settings).layers[0]
-        assert layer.mixer.factor == layer.mlp.factor == factor
+        assert layer.mixer.output.factor == layer.mlp.factor == factor
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dwslm.ops.mlp import formats, quantize
+from dwslm.ops.fp8 import formats, quantize
 
 FP8_MAX = tl.constexpr(formats.FP8_MAX)
 TO_SCALE = tl.constexpr(1 / formats.FP8_MAX)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from dwslm.ops.mlp import quantize
-from dwslm.ops.mlp.formats import FP8, FP8_MAX, MARGIN
+from dwslm.ops.fp8 import quantize
+from dwslm.ops.fp8.formats import FP8, FP8_MAX, MARGIN
 
 
 def test_rows_are_scaled_apart():
