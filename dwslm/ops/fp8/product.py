@@ -40,6 +40,6 @@ def misfit(setting: str, device: torch.device, dtype: torch.dtype, tokens: int, 
         )
     if cuda and dtype != torch.bfloat16:
         return f"FP8 products on a GPU give bfloat16, not {str(dtype).removeprefix('torch.')}: set model.dtype=bfloat16"
-    if any(size % MULTIPLE for size in (tokens, *sizes)):
+    if any(size < 1 or size % MULTIPLE for size in (tokens, *sizes)):
         return f"FP8 products need multiples of {MULTIPLE}, not {tokens} tokens by {sizes}: set {setting}=model"
     return None
