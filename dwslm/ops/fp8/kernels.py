@@ -5,8 +5,10 @@ All are bound by memory. Bytes at T = 65,536, width 1,024, hidden 4,096, and the
     rows of x, dy             201 MB   0.048 ms      both of x, dy    268 MB   0.064 ms
     rows of relu(h)^2         805 MB   0.192 ms      both of a      1,074 MB   0.256 ms
     rows_gradient           2,416 MB   0.575 ms      both of dh     1,611 MB   0.384 ms
+                                                     both of dy of a projection of 3,344 rows
+                                                                      877 MB   0.209 ms
 
-A weight is 17 MB both ways, 0.004 ms. Instructions leave room: 11, 13 and 16 a value in `both` of x, a and dh, where memory
+A weight of the MLP is 17 MB both ways, 0.004 ms. Instructions leave room: 11, 13 and 16 a value in `both` of x, a and dh, where memory
 leaves time for 27, 27 and 41. The same input gives the same bits: nothing is added atomically, and a largest value has no order.
 """
 
