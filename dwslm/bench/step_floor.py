@@ -173,6 +173,7 @@ def _shape(s: ModelSettings, vocab: int) -> Shape:
         head_dim=s.head_dim,
         window=s.window,
         delta_heads=(s.delta_heads,),
+        delta_gate_rank=s.delta_gate_rank,
         mlp_hidden=s.mlp_hidden,
         softcap=s.softcap,
         vocab_size=vocab,

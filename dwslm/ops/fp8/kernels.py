@@ -8,8 +8,9 @@ All are bound by memory. Bytes at T = 65,536, width 1,024, hidden 4,096, and the
                                                      both of dy of a projection of 3,344 rows
                                                                       877 MB   0.209 ms
 
-A weight of the MLP is 17 MB both ways, 0.004 ms. Instructions leave room: 11, 13 and 16 a value in `both` of x, a and dh, where memory
-leaves time for 27, 27 and 41. The same input gives the same bits: nothing is added atomically, and a largest value has no order.
+A weight of the MLP is 17 MB both ways, 0.004 ms. Instructions leave room: 11, 13 and 16 a value in `both` of x, a and dh, where
+memory leaves time for 27, 27 and 41. The same input gives the same bits: nothing is added atomically, and a largest value has
+no order.
 """
 
 import torch
