@@ -50,7 +50,7 @@ def test_largest_is_the_largest_of_each():
     assert quantize.largest([torch.tensor([1.0, 3.0]), torch.tensor([2.0])]).tolist() == [3.0, 2.0]
 
 
-CASES = [(4096, 512), (272, 80), (512, 4096), (16, 1024)]
+CASES = [(4096, 512), (272, 80), (512, 4096), (16, 1024), (256, 3344), (3344, 1024)]
 
 
 @pytest.mark.gpu
