@@ -17,7 +17,7 @@ from dwslm.model.projection import OutputBlock, Projection
 from dwslm.model.value_embedding import ValueEmbedding
 from dwslm.ops.delta_gate import delta_gate
 from dwslm.ops.delta_rule import decay_dtype, delta_rule, gated_delta_rule
-from dwslm.ops.gated_norm import gated_norm
+from dwslm.ops.gated_norm import gated_norm, gated_norm_linear
 from dwslm.ops.segments import Segments
 from dwslm.ops.short_conv import short_conv
 
@@ -109,8 +109,10 @@ class DeltaAttention(nn.Module):
         )
         # The norm's eps must lie well under o's mean square, which is about 6e-6 at the half init scale.
         bias = self.gate_bias if self.kind == "kda" else None
-        o = gated_norm(o, gate, self.head_gain, bias, self.eps, self.gate_engine)
-        return self.output(o)
+        gated, out = (o, gate, self.head_gain, bias, self.eps), self.output
+        if out.precision == "fp8_delayed":
+            return gated_norm_linear(*gated, out.weight, out.peaks, out.factor, self.gate_engine)
+        return out(gated_norm(*gated, self.gate_engine))
 
     def gates(self, f: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Log decay, float32 and at most 0, and beta, float32 [T, heads] from logits [T, heads].
