@@ -2,7 +2,8 @@
 
 One Triton kernel reads o and gate and writes float8 as it is and transposed, 6 bytes a value and 402 MB of 65,536 tokens by 1,024
 channels; apart, what is gated is written and read once more, 670 MB. It is rounded once, out of float32. A program has one head's
-tokens, so its tile is one that `fp8_both` would have. Backward is that of both, one after the other: neither wants what was gated.
+tokens, so its tile is one that `fp8_both` would have. Backward is that of both, one after the other; neither wants what was
+gated.
 """
 
 import math
