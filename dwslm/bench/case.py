@@ -29,6 +29,7 @@ class Shape:
     head_dim: int
     window: int
     delta_heads: tuple[int, ...]
+    delta_gate_rank: int
     mlp_hidden: int
     softcap: float
     vocab_size: int

@@ -20,6 +20,7 @@ from dwslm.bench import (
     mlp,
     newton_schulz,
     optimizer_step,
+    projection,
     short_conv,
 )
 from dwslm.bench.case import Case, Engine, Run, draw_upstream, leaves, values_and_gradients
@@ -89,6 +90,7 @@ class Bench:
             *attention.cases(*arguments),
             *delta_rule.cases(*arguments),
             *mlp.cases(*arguments),
+            *projection.cases(*arguments),
             *head.cases(*arguments, self.targets),
             *short_conv.cases(*arguments),
             *gates.cases(*arguments),

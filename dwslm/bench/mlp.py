@@ -2,38 +2,22 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dwslm.bench import engines_mlp as others
 from dwslm.bench.case import Case, Cost, Engine, Run, Shape, compiled
+from dwslm.bench.keep_first import KeepFirst
 from dwslm.bench.work import Work
 from dwslm.ops import mlp
-from dwslm.ops.mlp import fit, new_peaks, squared_relu_mlp
+from dwslm.ops.fp8 import new_peaks
+from dwslm.ops.mlp import PEAKS, fit, squared_relu_mlp
 from dwslm.ops.mlp.reference import squared_relu_mlp_reference
 from dwslm.ops.segments import Segments
 
 FP8 = "float8_e4m3fn"
 FP8_BOUNDS = {"o": 0.08, "dx": 0.10, "dup": 0.10, "ddown": 0.10}
-
-
-class _KeepFirst(torch.autograd.Function):
-    """x and the peaks as they are; the first backward pass writes the peaks that it is handed, later ones leave them.
-
-    All draws are of one kind, so those do for all; and the same inputs give the same bits in any order.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peaks: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.peaks = peaks
-        return x.view_as(x), peaks.view_as(peaks)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor, seen: Tensor) -> tuple[Tensor, None]:
-        ctx.peaks.copy_(torch.where(ctx.peaks > 0, ctx.peaks, seen))
-        return dx, None
 
 
 def cases(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Case]:
@@ -65,11 +49,11 @@ def cases(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Case]:
         return run("model", "fused")
 
     def delayed() -> Run:
-        peaks = new_peaks(device)
+        peaks = new_peaks(len(PEAKS), device)
 
         def own(inputs: Sequence[Tensor], segments: Segments) -> tuple[Tensor, ...]:
             x, up, down = inputs
-            x, known = _KeepFirst.apply(x, peaks)
+            x, known = KeepFirst.apply(x, peaks)
             return (squared_relu_mlp(x, up, down, "fp8_delayed", known),)
 
         return own

@@ -7,8 +7,8 @@ from dwslm.bench.case import Shape
 from dwslm.model.lm import ModelSettings
 
 OPS = (
-    "attention", "delta_rule", "mlp", "head", "short_conv", "delta_gate", "gated_norm", "depth_mix", "norm", "add_norm",
-    "rope", "newton_schulz", "optimizer",
+    "attention", "delta_rule", "mlp", "projection", "head", "short_conv", "delta_gate", "gated_norm", "depth_mix", "norm",
+    "add_norm", "rope", "newton_schulz", "optimizer",
 )  # fmt: skip
 BY_CONTEXT = ("attention", "delta_rule")
 """Operations whose time depends on how documents lie in rows."""
@@ -84,6 +84,7 @@ class Request:
             head_dim=s.head_dim,
             window=s.window,
             delta_heads=tuple(self.heads),
+            delta_gate_rank=s.delta_gate_rank,
             mlp_hidden=s.mlp_hidden,
             softcap=s.softcap,
             vocab_size=vocab_size,
@@ -99,6 +100,7 @@ class Request:
             kv_heads=2,
             head_dim=32,
             window=32,
+            delta_gate_rank=16,
             mlp_hidden=128,
             vocab_size=min(vocab_size, SMALL_VOCAB),
             layers=4,

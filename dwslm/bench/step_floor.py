@@ -17,6 +17,7 @@ from dwslm.bench import attention, delta_rule, newton_schulz, short_conv
 from dwslm.bench.case import Cost, Shape
 from dwslm.bench.work import Work
 from dwslm.model.lm import DTYPES, LanguageModel, ModelSettings
+from dwslm.model.projection import Projection
 from dwslm.ops.mlp.fit import resolve
 from dwslm.optim.optimizer import Optimizer
 
@@ -38,10 +39,12 @@ LOGIT_PASSES = 2
 """Logits in, their gradient out."""
 
 
-QUANTISED = {"fp8": (3 + 3, 3 + 9), "fp8_delayed": (4 + 4, 4 + 6)}
+QUANTISED = {"model": (0, 0), "fp8": (3 + 3, 3 + 9), "fp8_delayed": (4 + 4, 4 + 6)}
 """FP8 MLP: bytes a token and element of [T, width] and of [T, hidden], the squared ReLU among them. By rows: x, a and dy in
 with 2 bytes and out with 1; backward of the ReLU two in, FP8 and two of 2 bytes out, since weight gradients stay in bf16. With
 delayed scales everything comes out twice, as it is and transposed."""
+DELAYED_BYTES = 2 + 2
+"""A projection in FP8, per element of x and of dy: in with 2 bytes, out twice with 1."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,6 @@ def floors(
     soft = [kind for kind in kinds if kind in ("global", "window")]
     linear = len(kinds) - len(soft)
     inner = s.delta_heads * s.delta_head_dim
-    quantised = QUANTISED.get(s.mlp_precision)
     product = 2.0 * total * s.width * s.mlp_hidden * s.layers
     mlp = {
         "model": Floor(flop=3 * product),
@@ -85,9 +87,11 @@ def floors(
         "fp8_delayed": Floor(fp8_flop=3 * product),
     }[s.mlp_precision]
     weights = model.sizes()["matrices"] - 2 * s.layers * s.width * s.mlp_hidden
+    in_fp8 = [part for part in model.modules() if isinstance(part, Projection) and part.precision != "model"]
+    matrices = sum(block.rows * p.weight.shape[1] for p in in_fp8 for block in p.blocks if block.role == "matrix")
     elementwise = BYTES * total * NORM_PASSES * 2 * s.layers * s.width
     size = tokens, s.width, s.mlp_hidden
-    inside = quantised or resolve(s.mlp_engine, optimizer.device, DTYPES[s.dtype], *size) == "fused"
+    inside = s.mlp_precision != "model" or resolve(s.mlp_engine, optimizer.device, DTYPES[s.dtype], *size) == "fused"
     elementwise += 0 if inside else BYTES * total * RELU_PASSES * s.layers * s.mlp_hidden
     elementwise += total * linear * inner * (GATE_BYTES + BYTES * NORM_GATE_PASSES)
     elementwise += BYTES * total * len(soft) * ROPE_PASSES * (s.heads + s.kv_heads) * s.head_dim
@@ -95,7 +99,7 @@ def floors(
     found = {
         "mlp up": mlp,
         "mlp down": mlp,
-        "projections": Floor(flop=6.0 * total * weights),
+        "projections": Floor(flop=6.0 * total * (weights - matrices), fp8_flop=6.0 * total * matrices),
         "head": Floor(flop=6.0 * total * s.width * vocab),
         "newton-schulz": Floor(flop=_newton_schulz_flop(optimizer)),
         "head elementwise": Floor(bytes=float(BYTES * LOGIT_PASSES * total) * vocab),
@@ -118,9 +122,11 @@ def floors(
         found["convolution"] = Floor(
             bytes=sum(short_conv.cost(work, 3 * inner, dtype).bytes for work in works) * linear
         )
+    of_width, of_hidden = QUANTISED[s.mlp_precision]
+    quantised = s.layers * (of_width * s.width + of_hidden * s.mlp_hidden)
+    quantised += DELAYED_BYTES * sum(sum(part.weight.shape) for part in in_fp8)
     if quantised:
-        of_width, of_hidden = quantised
-        found["quantisation"] = Floor(bytes=float(total * s.layers) * (of_width * s.width + of_hidden * s.mlp_hidden))
+        found["quantisation"] = Floor(bytes=float(total * quantised))
     if s.depth_block:
         found["attention residuals"] = Floor(
             bytes=float(BYTES * total * s.width * depth_passes(s.layers, s.depth_block))
@@ -167,6 +173,7 @@ def _shape(s: ModelSettings, vocab: int) -> Shape:
         head_dim=s.head_dim,
         window=s.window,
         delta_heads=(s.delta_heads,),
+        delta_gate_rank=s.delta_gate_rank,
         mlp_hidden=s.mlp_hidden,
         softcap=s.softcap,
         vocab_size=vocab,

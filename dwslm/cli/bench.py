@@ -22,8 +22,8 @@ from dwslm.cli.prepare import prepare_sample
 from dwslm.config import SAMPLE_DATA
 
 OPS = (
-    "attention", "delta_rule", "mlp", "head", "short_conv", "delta_gate", "gated_norm", "depth_mix", "norm", "add_norm",
-    "rope", "newton_schulz", "optimizer",
+    "attention", "delta_rule", "mlp", "projection", "head", "short_conv", "delta_gate", "gated_norm", "depth_mix", "norm",
+    "add_norm", "rope", "newton_schulz", "optimizer",
 )  # fmt: skip
 CPU_SIZES: dict[str, Any] = {"tokens": [2048], "contexts": [256, 1024], "heads": [2, 4]}
 GPU_SIZES: dict[str, Any] = {"tokens": [16_384, 65_536], "contexts": [512, 1024, 2048, 4096], "heads": [8, 16]}

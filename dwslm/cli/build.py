@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from dwslm.cli.engines import PARTS, engines
+from dwslm.cli.engines import PARTS, engines, precision_misfit
 from dwslm.cli.plan_data import open_data, open_stream
 from dwslm.cli.ranks import rank_console
 from dwslm.config import RunConfig
 from dwslm.data.packing import RowStream
 from dwslm.data.shards import Dataset
-from dwslm.model.lm import DTYPES, LanguageModel
-from dwslm.ops import mlp
+from dwslm.model.lm import LanguageModel
 from dwslm.optim.optimizer import Optimizer
 from dwslm.train.checkpoint import Checkpoint
 from dwslm.train.device import set_numerics
@@ -81,9 +80,9 @@ def build(config: RunConfig, lr: float | None, ranks: Ranks | None = None) -> Bu
 
 
 def computable(config: RunConfig, plan: Plan, device: torch.device) -> list[int]:
-    """The plan's candidates in sizes that the MLP's precision takes, largest first; all of them where it takes none."""
-    m, sizes = config.model, plan.candidates()
-    fit = [n for n in sizes if not mlp.misfit(m.mlp_precision, device, DTYPES[m.dtype], n, m.width, m.mlp_hidden)]
+    """The plan's candidates in sizes that the model's precisions take, largest first; all of them where they take none."""
+    sizes = plan.candidates()
+    fit = [n for n in sizes if not precision_misfit(config.model, device, n)]
     return fit or sizes
 
 

@@ -6,7 +6,18 @@ from typing import Any
 import torch
 
 from dwslm.model.lm import DTYPES, ModelSettings
-from dwslm.ops import add_norm, attention, delta_gate, delta_rule, depth_mix, loss_head, mlp, qk_norm_rope, short_conv
+from dwslm.ops import (
+    add_norm,
+    attention,
+    delta_gate,
+    delta_rule,
+    depth_mix,
+    fp8,
+    loss_head,
+    mlp,
+    qk_norm_rope,
+    short_conv,
+)
 
 EVEN = 4096
 """Tokens that no kernel minds."""
@@ -61,13 +72,23 @@ def engine(part: str, s: ModelSettings, device: torch.device, tokens: int = EVEN
     return "not used"
 
 
+def precision_misfit(s: ModelSettings, device: torch.device, tokens: int) -> str | None:
+    """Why the MLP or the projections cannot have their precision for micro-batches of so many tokens; None where they can."""
+    kinds, dtype = set(s.kinds()), DTYPES[s.dtype]
+    of_mixers = [s.heads * s.head_dim] * bool(kinds & {"global", "window"})
+    of_mixers += [s.delta_heads * s.delta_head_dim] * bool(kinds & {"kda", "gdn"})
+    return mlp.misfit(s.mlp_precision, device, dtype, tokens, s.width, s.mlp_hidden) or fp8.misfit(
+        s.projection_precision, device, dtype, tokens, s.width, *of_mixers
+    )
+
+
 def engines(s: ModelSettings, device: torch.device, tokens: int) -> dict[str, str]:
     """Part -> engine, for micro-batches of so many tokens.
 
     Raises:
-        ValueError: as `engine` does, and where the MLP's precision cannot be had.
+        ValueError: as `engine` does, and where a precision cannot be had.
     """
-    if reason := mlp.misfit(s.mlp_precision, device, DTYPES[s.dtype], tokens, s.width, s.mlp_hidden):
+    if reason := precision_misfit(s, device, tokens):
         raise ValueError(reason)
     return {part: engine(part, s, device, tokens) for part in PARTS}
 

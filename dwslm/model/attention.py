@@ -1,7 +1,6 @@
 """Softmax attention sublayer: the five global layers, and the local layers of the window arm."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dwslm.model.projection import OutputBlock, Projection
@@ -9,7 +8,6 @@ from dwslm.model.rotary import Rotary
 from dwslm.model.value_embedding import ValueEmbedding
 from dwslm.ops.attention import attention
 from dwslm.ops.qk_norm_rope import qk_norm_rope
-from dwslm.ops.scaled_product import scaled_product
 from dwslm.ops.segments import Segments
 
 ALIGNED = 8
@@ -20,7 +18,7 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary positions and weight-free QK-norm, causal inside a segment.
 
     `window` is the number of tokens that a query sees, itself included; None sees all of the segment before it. The output is
-    multiplied by `factor`.
+    multiplied by `factor`. `precision` is that of the two projections.
     """
 
     def __init__(
@@ -37,11 +35,11 @@ class Attention(nn.Module):
         value_embedding: ValueEmbedding | None,
         dtype: torch.dtype,
         factor: float = 1.0,
+        precision: str = "model",
     ):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.window, self.engine, self.qk_norm_engine, self.eps = window, engine, qk_norm_engine, eps
-        self.factor = factor
         blocks = [
             OutputBlock("q", heads * head_dim),
             OutputBlock("k", kv_heads * head_dim),
@@ -50,23 +48,18 @@ class Attention(nn.Module):
         if value_embedding is not None:
             blocks.append(OutputBlock("value_gate", kv_heads, role="vector", init="zero"))
         self.value_embedding = value_embedding
-        self.input = Projection(width, *blocks, dtype=dtype)
-        self.output = Projection(heads * head_dim, OutputBlock("", width), dtype=dtype)
+        self.input = Projection(width, *blocks, dtype=dtype, precision=precision, align=ALIGNED)
+        inner = heads * head_dim
+        self.output = Projection(inner, OutputBlock("", width), dtype=dtype, precision=precision, factor=factor)
 
     def forward(self, x: Tensor, tokens: Tensor, segments: Segments, rotary: Rotary) -> Tensor:
         """[T, width] to [T, width]."""
         cos, sin, heads, kv_heads = rotary.cos, rotary.sin, self.heads, self.kv_heads
-        q, k, more = qk_norm_rope(self.project(x), cos, sin, heads, kv_heads, eps=self.eps, engine=self.qk_norm_engine)
+        q, k, more = qk_norm_rope(self.input(x), cos, sin, heads, kv_heads, eps=self.eps, engine=self.qk_norm_engine)
         values = kv_heads * self.head_dim
         v = more if more.shape[1] == values else more[:, :values]
         v = v.unflatten(-1, (kv_heads, self.head_dim))
         if self.value_embedding is not None:
             v = self.value_embedding(v, more[:, values : values + kv_heads], tokens)
         o = attention(q, k, v, segments, scale=rotary.scale, window=self.window, engine=self.engine)
-        return scaled_product(o.flatten(1), self.output.weight, self.factor)
-
-    def project(self, x: Tensor) -> Tensor:
-        """Queries, keys, values and value gates [T, a multiple of ALIGNED]; what is past their rows is zero."""
-        weight = self.input.weight
-        spare = -len(weight) % ALIGNED
-        return F.linear(x, F.pad(weight, (0, 0, 0, spare))) if spare else self.input(x)
+        return self.output(o.flatten(1))

@@ -17,8 +17,7 @@ from dwslm.model.projection import OutputBlock, Projection
 from dwslm.model.value_embedding import ValueEmbedding
 from dwslm.ops.delta_gate import delta_gate
 from dwslm.ops.delta_rule import decay_dtype, delta_rule, gated_delta_rule
-from dwslm.ops.gated_norm import gated_norm
-from dwslm.ops.scaled_product import scaled_product
+from dwslm.ops.gated_norm import gated_norm, gated_norm_linear
 from dwslm.ops.segments import Segments
 from dwslm.ops.short_conv import short_conv
 
@@ -30,7 +29,8 @@ CONV_WIDTH = 4
 class DeltaAttention(nn.Module):
     """`kind` is "kda" or "gdn"; `gate` is "bounded" or "softplus"; `gate_rank` is the rank of KDA's decay and output gate.
 
-    The output is multiplied by `factor`.
+    The output is multiplied by `factor`. `precision` is that of the input and output projection; what takes the gates out of
+    their low rank is thin, and stays in the compute dtype.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class DeltaAttention(nn.Module):
         value_embedding: ValueEmbedding | None,
         dtype: torch.dtype,
         factor: float = 1.0,
+        precision: str = "model",
     ):
         super().__init__()
         inner = heads * head_dim
@@ -71,7 +72,7 @@ class DeltaAttention(nn.Module):
         blocks.append(OutputBlock("beta", heads, role="vector"))
         if value_embedding is not None:
             blocks.append(OutputBlock("value_gate", heads, role="vector", init="zero"))
-        self.input = Projection(width, *blocks, dtype=dtype)
+        self.input = Projection(width, *blocks, dtype=dtype, precision=precision)
         if low_rank:
             self.decay_up = Projection(gate_rank, OutputBlock("", inner), dtype=dtype)
             self.gate_up = Projection(gate_rank, OutputBlock("", inner), dtype=dtype)
@@ -80,13 +81,15 @@ class DeltaAttention(nn.Module):
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(inner if low_rank else heads))
         self.head_gain = nn.Parameter(torch.empty(head_dim))
-        self.value_embedding, self.factor = value_embedding, factor
-        self.output = Projection(inner, OutputBlock("", width), dtype=dtype)
+        self.value_embedding = value_embedding
+        self.output = Projection(inner, OutputBlock("", width), dtype=dtype, precision=precision, factor=factor)
 
     def forward(self, x: Tensor, tokens: Tensor, segments: Segments) -> Tensor:
         """[T, width] to [T, width]."""
         q, k, v, rest = short_conv(self.input(x), self.conv, segments, self.heads, self.conv_engine)
-        decay, gate, beta, *value_gate = rest.split(self.input.rows[3:], dim=-1)
+        others = self.input.rows[3:]
+        spare = rest.shape[1] - sum(others)
+        decay, gate, beta, *value_gate = rest.split([*others, spare] if spare else others, dim=-1)
         if self.value_embedding is not None:
             v = self.value_embedding(v, value_gate[0], tokens)
         if self.kind == "kda":
@@ -106,8 +109,10 @@ class DeltaAttention(nn.Module):
         )
         # The norm's eps must lie well under o's mean square, which is about 6e-6 at the half init scale.
         bias = self.gate_bias if self.kind == "kda" else None
-        o = gated_norm(o, gate, self.head_gain, bias, self.eps, self.gate_engine)
-        return scaled_product(o, self.output.weight, self.factor)
+        gated, out = (o, gate, self.head_gain, bias, self.eps), self.output
+        if out.precision == "fp8_delayed":
+            return gated_norm_linear(*gated, out.weight, out.peaks, out.factor, self.gate_engine)
+        return out(gated_norm(*gated, self.gate_engine))
 
     def gates(self, f: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Log decay, float32 and at most 0, and beta, float32 [T, heads] from logits [T, heads].

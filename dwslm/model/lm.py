@@ -18,15 +18,15 @@ from dwslm.model.block import Block, DepthQuery, DepthStream, FusedDepthStream, 
 from dwslm.model.delta import DeltaAttention
 from dwslm.model.init import initialize
 from dwslm.model.mlp import MLP
+from dwslm.model.peaks import KeepsPeaks
 from dwslm.model.projection import Norm, OutputBlock, Projection, Table
 from dwslm.model.rotary import RopeSettings, Rotary, attention_scale, rotation_frequencies
 from dwslm.model.value_embedding import ValueEmbedding
-from dwslm.ops import add_norm, delta_gate, depth_mix, loss_head, mlp, qk_norm_rope, short_conv
+from dwslm.ops import add_norm, delta_gate, depth_mix, fp8, loss_head, mlp, qk_norm_rope, short_conv
 from dwslm.ops import attention as attention_op
 from dwslm.ops import delta_rule as delta_rule_op
 from dwslm.ops.depth_mix.keys import reader_keys
 from dwslm.ops.loss_head import token_nats, total_nats
-from dwslm.ops.mlp import PRECISIONS, remember
 from dwslm.ops.norm import rms_norm
 from dwslm.ops.segments import segments
 
@@ -80,6 +80,9 @@ class ModelSettings:
     mlp_precision: str = "model"
     """"model" multiplies in the compute dtype; "fp8" in float8_e4m3 with one scale per row, the weights' gradients apart;
     "fp8_delayed" does all products in float8_e4m3, one scale per tensor, from its peak in the micro-batch before."""
+    projection_precision: str = "model"
+    """Of the mixers' input and output projections: "model" multiplies in the compute dtype, "fp8_delayed" in float8_e4m3 as the
+    MLP's does. What takes KDA's gates out of their low rank stays in the compute dtype."""
     value_embeddings: str = "global"
     """Layers with a value embedding: "none", "global" (the global layers), or "alternating" (every second layer)."""
     depth_block: int = 8
@@ -122,7 +125,8 @@ class ModelSettings:
         choices = {
             "local": (self.local, LOCAL),
             "delta_gate": (self.delta_gate, ("bounded", "softplus")),
-            "mlp_precision": (self.mlp_precision, PRECISIONS),
+            "mlp_precision": (self.mlp_precision, mlp.PRECISIONS),
+            "projection_precision": (self.projection_precision, fp8.PRECISIONS),
             "value_embeddings": (self.value_embeddings, VALUE_EMBEDDINGS),
             "dtype": (self.dtype, tuple(DTYPES)),
         }
@@ -235,6 +239,7 @@ class LanguageModel(nn.Module):
                     value_embedding=table,
                     dtype=dtype,
                     factor=factor,
+                    precision=s.projection_precision,
                 )
             else:
                 mixer = Attention(
@@ -249,6 +254,7 @@ class LanguageModel(nn.Module):
                     value_embedding=table,
                     dtype=dtype,
                     factor=factor,
+                    precision=s.projection_precision,
                 )
             mlp = MLP(s.width, s.mlp_hidden, s.mlp_precision, dtype, factor, s.mlp_engine)
             self.layers.append(Block(mixer, mlp, s.width, s.norm_eps, depth_mix=s.depth_block > 0))
@@ -320,15 +326,16 @@ class LanguageModel(nn.Module):
         return token_nats(hidden, self.head.weight, targets, self.settings.softcap)
 
     def note_peaks(self) -> None:
-        """After each backward pass of training: what it saw becomes the scales of the next, where `mlp_precision` keeps such."""
-        remember([mlp.peaks for _, mlp in self._mlps() if mlp.peaks is not None])
+        """After each backward pass of training: what it saw becomes the scales of the next, where FP8 scales are delayed."""
+        fp8.remember(list(self._peaks().values()))
 
     def extra_state(self) -> dict[str, Tensor]:
         """What training changes besides the parameters and a checkpoint must hold: views by name, of the storage itself."""
-        return {f"{name}.peaks": mlp.peaks.detach() for name, mlp in self._mlps() if mlp.peaks is not None}
+        return {name: peaks.detach() for name, peaks in self._peaks().items()}
 
-    def _mlps(self) -> list[tuple[str, MLP]]:
-        return [(name, module) for name, module in self.named_modules() if isinstance(module, MLP)]
+    def _peaks(self) -> dict[str, Tensor]:
+        keepers = [(name, module) for name, module in self.named_modules() if isinstance(module, KeepsPeaks)]
+        return {f"{name}.peaks": module.peaks for name, module in keepers if module.peaks is not None}
 
     def roles(self) -> dict[str, list[tuple[str, int, str]]]:
         """What every parameter is, for the optimizer: name -> [(block, rows, role)], blocks in order along the first dimension.

@@ -6,7 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dwslm.model.peaks import KeepsPeaks
+from dwslm.ops.fp8 import PEAKS, delayed_linear
 from dwslm.ops.norm import rms_norm
+from dwslm.ops.scaled_product import scaled_product
 
 
 @dataclass(frozen=True)
@@ -26,22 +29,37 @@ class OutputBlock:
     init: str = "normal"
 
 
-class Projection(nn.Module):
-    """y = x W^T without bias, W [sum of rows, in_features] in the compute dtype; one product for all its blocks."""
+class Projection(KeepsPeaks):
+    """y = factor x W^T without bias, W [sum of rows, in_features] in the compute dtype; one product for all its blocks.
 
-    def __init__(self, in_features: int, *blocks: OutputBlock, dtype: torch.dtype):
+    Args:
+        precision: `model` multiplies in the compute dtype, `fp8_delayed` in float8_e4m3 (`dwslm.ops.fp8`).
+        align: y has a multiple of so many columns, in FP8 of 16. What is past the rows is zero.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        *blocks: OutputBlock,
+        dtype: torch.dtype,
+        precision: str = "model",
+        factor: float = 1.0,
+        align: int = 1,
+    ):
         super().__init__()
         self.blocks = blocks
         self.rows = [block.rows for block in blocks]
         self.weight = nn.Parameter(torch.empty(sum(self.rows), in_features, dtype=dtype))
+        self.precision, self.factor, self.align = precision, factor, align
+        self.keep_peaks(0 if precision == "model" else len(PEAKS))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, in_features] to [T, sum of rows]."""
-        return F.linear(x, self.weight)
-
-    def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[T, in_features] to one [T, rows] a block, views of one product."""
-        return self(x).split(self.rows, dim=-1)
+        """[T, in_features] to [T, sum of rows, and columns of zeros up to `align`]."""
+        if self.precision != "model":
+            return delayed_linear(x, self.weight, self.peaks, self.factor)
+        spare = -len(self.weight) % self.align
+        weight = F.pad(self.weight, (0, 0, 0, spare)) if spare else self.weight
+        return scaled_product(x, weight, self.factor)
 
 
 class Table(nn.Module):

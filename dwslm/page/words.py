@@ -14,6 +14,7 @@ OPS = {
     "gated_norm": "gated norm",
     "depth_mix": "attention residuals",
     "mlp": "MLP",
+    "projection": "projection",
     "head": "loss head",
     "norm": "norm",
     "add_norm": "residual addition and norm",

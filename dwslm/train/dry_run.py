@@ -166,10 +166,15 @@ def activation_bytes(model: LanguageModel, *, shifted: bool, own_delta: bool) ->
             kept += values  # with the embedding
             per_token += 4 * values  # the embedding itself, float32
         kept += 4 * s.width + s.mlp_hidden  # two norms, the stream twice, the hidden layer or its squared ReLU
+        # Transposed float8 stands for a norm's output, which attention residuals still want.
+        normed = 0 if s.depth_block else s.width
         if s.mlp_precision == "fp8_delayed":
-            per_token += s.mlp_hidden + s.width  # the square and the input, transposed float8
+            per_token += s.mlp_hidden + s.width  # the square and the input
+            kept -= normed
+        if s.projection_precision == "fp8_delayed":
+            per_token += s.width + inner  # inputs of both projections
             kept -= (
-                0 if s.depth_block else s.width
-            )  # that stands for the norm's output, which attention residuals still want
+                normed if isinstance(mixer, Attention) else normed + inner
+            )  # softmax attention wants its output itself
         per_token += element * kept
     return per_token

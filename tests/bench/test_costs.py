@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dwslm.bench import attention, delta_rule, elementwise, gates, head, mlp, newton_schulz, short_conv
+from dwslm.bench import attention, delta_rule, elementwise, gates, head, mlp, newton_schulz, projection, short_conv
 from dwslm.bench.case import Cost
 from dwslm.bench.figures import blank_row, fill_figures
 from dwslm.bench.request import Request
@@ -46,6 +46,21 @@ def test_a_multi_layer_perceptron_is_twelve_operations_a_weight_pair_and_token()
     assert cost.flop == 6 * 2 * 1024 * 4096 * 16_384
     assert 4 * cost.flop / 5.24e-3 == pytest.approx(630e12, rel=0.01)
     assert cost.forward_flop * 3 == cost.flop
+
+
+def test_a_projection_is_three_products_that_share_their_tensors():
+    cost = projection.cost(work(100, 100, [0, 100]), 1024, 3336, BF16)
+    assert cost.flop == 3 * cost.forward_flop == 6 * 100 * 1024 * 3336
+    x, y, weight = 2 * 100 * 1024, 2 * 100 * 3336, 2 * 1024 * 3336
+    assert cost.forward_bytes == x + weight + y
+    assert cost.bytes - cost.forward_bytes == (x + weight + y) + x + weight
+
+
+def test_projections_are_those_of_the_main_model():
+    """q, k, v, two ranks of 128 and beta of a KDA layer; q, k, v of a global one; both outputs."""
+    assert [case.name for case in projection.cases(MAIN, BF16, torch.device("cpu"))] == [
+        "1024-3336", "1024-1536", "1024-1024",
+    ]  # fmt: skip
 
 
 def test_the_head_is_three_products():

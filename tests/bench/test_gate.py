@@ -16,12 +16,13 @@ from tests.bench.tiny import (
     delta_case,
     gate,
     mlp_case,
+    projection_case,
     right,
     window_case,
 )
 
-CASES = [attention_case, window_case, delta_case, conv_case, mlp_case]
-PACKED = CASES[:-1]
+CASES = [attention_case, window_case, delta_case, conv_case, mlp_case, projection_case]
+PACKED = CASES[:-2]
 
 
 @pytest.mark.parametrize("make", CASES)

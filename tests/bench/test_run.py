@@ -277,5 +277,6 @@ def test_the_shape_of_the_main_model_is_what_is_measured_on_a_gpu():
     shape = Request(data="x", seed=0).shape(32_768)
     assert dataclasses.asdict(shape) == {
         "width": 1024, "heads": 8, "kv_heads": 2, "head_dim": 128, "window": 512, "delta_heads": (8, 16),
+            "delta_gate_rank": 128,
         "mlp_hidden": 4096, "softcap": 20.0, "vocab_size": 32_768, "layers": 20, "global_layers": 5,
     }  # fmt: skip

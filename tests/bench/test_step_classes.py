@@ -41,6 +41,8 @@ def test_products_of_other_operators():
     # Ours takes the second operand by rows.
     whole = ((T, 1024), (T, 1), (4096, 1024), (4096, 1))
     assert classify(product(*whole, name="dwslm::fp8_product"), SHAPES) == "mlp up"
+    whole = ((T, 3344), (1, 1), (1024, 3344), (1, 1))
+    assert classify(product(*whole, name="dwslm::fp8_product", around=(BACKWARD,)), SHAPES) == "projections"
     assert classify(product(name="aten::mm"), SHAPES) == "other products"  # no shapes were recorded
 
 

@@ -68,3 +68,18 @@ def test_parts_that_are_off_have_no_floor(built):
     assert found["projections"].fp8_flop == 0
     # One global layer sees 64 * 65 / 2 pairs; three with a window of 8 see 36 + 56 * 8.
     assert found["softmax attention"].flop == pytest.approx(14 * 32 * (2080 + 3 * (36 + 56 * 8)))
+
+
+def test_projections_in_fp8_by_hand():
+    """Width and inner width 32. KDA: 3 x 32 rows and two ranks of 8 in, 2 rows of beta beside them, 32 out; two matrices of
+    8 x 32 take the gates out of their low rank. Softmax: 32 + 2 x 16 rows in, 32 out."""
+    s = ModelSettings(layers=4, width=32, heads=2, kv_heads=1, head_dim=16, delta_heads=2, delta_head_dim=16,
+                      delta_gate_rank=8, mlp_hidden=64, depth_block=0, value_embeddings="none", dtype="float32",
+                      projection_precision="fp8_delayed")  # fmt: skip
+    model = LanguageModel(s, vocab_size=128)
+    optimizer = Optimizer(dict(model.named_parameters()), model.roles(), OptimSettings(), lr=0.01)
+    found = floors(model, optimizer, [np.array([0, 64], np.int32)], tokens=64, context=64)
+    assert found["projections"].fp8_flop == 6 * 64 * 32 * (3 * (112 + 32) + 64 + 32)
+    assert found["projections"].flop == 6 * 64 * 3 * 2 * 8 * 32
+    assert found["quantisation"].bytes == 64 * 4 * (3 * (32 + 114 + 32 + 32) + 32 + 64 + 32 + 32)
+    assert found["mlp up"].fp8_flop == 0

@@ -2,7 +2,7 @@
 
 import torch
 
-from dwslm.bench import attention, delta_rule, mlp, short_conv
+from dwslm.bench import attention, delta_rule, mlp, projection, short_conv
 from dwslm.bench.case import Case, Engine, Run, Shape
 from dwslm.bench.gate import Gate, check
 
@@ -13,6 +13,7 @@ SHAPE = Shape(
     head_dim=8,
     window=8,
     delta_heads=(2,),
+    delta_gate_rank=8,
     mlp_hidden=32,
     softcap=20.0,
     vocab_size=64,
@@ -41,6 +42,10 @@ def conv_case() -> Case:
 
 def mlp_case() -> Case:
     return mlp.cases(*ARGUMENTS)[0]
+
+
+def projection_case() -> Case:
+    return projection.cases(*ARGUMENTS)[0]
 
 
 def right(case: Case) -> Run:

@@ -45,6 +45,27 @@ def test_a_precision_that_does_not_fit_is_refused():
         engines(replace(SMALL, mlp_precision="fp8"), CPU, 60)
 
 
+@pytest.mark.parametrize(
+    ("changes", "tokens", "told"),
+    [
+        ({}, 60, r"60 tokens by \(32, 32, 32\)"),
+        ({"delta_head_dim": 12}, 64, r"64 tokens by \(32, 32, 24\)"),
+        ({"local": "window", "heads": 5, "kv_heads": 5}, 64, r"64 tokens by \(32, 40\)"),
+    ],
+)
+def test_projections_that_do_not_fit_are_refused(changes, tokens, told):
+    """Tokens, the width, and the inner widths of the mixers that there are; the MLP is in the compute dtype."""
+    settings = replace(SMALL, projection_precision="fp8_delayed", **changes)
+    with pytest.raises(ValueError, match=f"multiples of 16, not {told}: set model.projection_precision=model"):
+        engines(settings, CPU, tokens)
+    engines(replace(settings, projection_precision="model"), CPU, tokens)
+
+
+def test_what_another_mixer_would_have_is_no_matter():
+    settings = replace(SMALL, projection_precision="fp8_delayed", local="window", delta_head_dim=12)
+    engines(settings, CPU, 64)
+
+
 def test_another_machine_takes_what_it_has_and_says_so():
     used = {PARTS[part]: name for part, name in GPU_ONLY.items() if part != "residual norm"}
     settings, told = had_here(replace(SMALL, **used), CPU)

@@ -1,4 +1,5 @@
 import torch
+import torch.nn.functional as F
 
 from dwslm.model.attention import ALIGNED, Attention
 from dwslm.model.rotary import RopeSettings, Rotary, attention_scale, rotation_frequencies
@@ -33,9 +34,9 @@ def layer(value_embedding):
 def test_value_gates_fill_the_projection_up_to_whole_vectors():
     made, x = layer(value_embedding=True), torch.randn(TOKENS, WIDTH)
     rows = (HEADS + 2 * KV_HEADS) * HEAD_DIM + KV_HEADS
-    y = made.project(x)
+    y = made.input(x)
     assert made.input.weight.shape[0] == rows and rows % ALIGNED and y.shape[1] == rows + ALIGNED - rows % ALIGNED
-    assert torch.equal(y[:, :rows], made.input(x)) and not y[:, rows:].any()
+    assert torch.equal(y[:, :rows], F.linear(x, made.input.weight)) and not y[:, rows:].any()
 
 
 def test_the_layer_is_its_equation():
@@ -46,7 +47,7 @@ def test_the_layer_is_its_equation():
         scale = attention_scale(HEAD_DIM, RopeSettings())
         got = made(x, tokens, seg, Rotary(seg.positions, frequencies, scale))
 
-        q, k, v, *gate = made.input.split(x)
+        q, k, v, *gate = F.linear(x, made.input.weight).split(made.input.rows, dim=-1)
         q, k, v = (y.view(TOKENS, -1, HEAD_DIM) for y in (q, k, v))
         angle = seg.positions[:, None] * frequencies
         turn = torch.polar(torch.ones_like(angle), angle)[:, None]

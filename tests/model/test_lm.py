@@ -140,8 +140,9 @@ def test_seed_alone_decides_the_start():
 def test_fp8_trains_the_same_model_within_its_bounds():
     tokens, targets, cu = packed([32, 32])
     losses = {p: small_model(mlp_precision=p)(tokens, targets, cu, 64).item() for p in PRECISIONS}
-    assert len(set(losses.values())) == 3
-    for precision in ("fp8", "fp8_delayed"):
+    losses["projections"] = small_model(projection_precision="fp8_delayed")(tokens, targets, cu, 64).item()
+    assert len(set(losses.values())) == 4
+    for precision in ("fp8", "fp8_delayed", "projections"):
         assert losses[precision] == pytest.approx(losses["model"], rel=0.01)
 
 
@@ -151,7 +152,7 @@ def test_each_part_can_be_turned_off():
     assert small_model(depth_block=0).sizes()["rest"] < full["rest"]
     for factor, settings in ((1.0, {"base_depth": 0}), (0.5, {"layers": 16, "depth_block": 8}), (1.0, {"layers": 4})):
         layer = small_model(**settings).layers[0]
-        assert layer.mixer.factor == layer.mlp.factor == factor
+        assert layer.mixer.output.factor == layer.mlp.factor == factor
 
 
 @pytest.mark.parametrize(
@@ -163,6 +164,7 @@ def test_each_part_can_be_turned_off():
         ({"kv_heads": 3}, "model.kv_heads=3 does not divide model.heads=8"),
         ({"depth_block": 7}, "model.depth_block=7 does not divide the 40 sublayers"),
         ({"mlp_precision": "int4"}, "model.mlp_precision='int4'"),
+        ({"projection_precision": "fp8"}, "model.projection_precision='fp8'"),
         ({"dtype": "float16"}, "model.dtype='float16'"),
         ({"head_dim": 7}, "must be even"),
         ({"delta_engine": "warp"}, "unknown delta-rule engine 'warp'"),

@@ -1,7 +1,9 @@
 import pytest
 import torch
 
-from dwslm.ops.gated_norm import gated_norm
+from dwslm.ops.fp8 import PEAKS, delayed_linear, new_peaks
+from dwslm.ops.fp8.reference import linear_reference
+from dwslm.ops.gated_norm import gated_norm, gated_norm_linear
 from dwslm.ops.gated_norm.reference import gated_norm_reference
 from tests.ops.helpers import output_and_gradients, relative_error
 
@@ -70,3 +72,67 @@ def test_fused_keeps_the_rules_of_custom_operators():
     inputs = [x.requires_grad_() for x in inputs]
     gated_norm(*inputs, EPS, "fused")  # loads the operator
     torch.library.opcheck(torch.ops.dwslm.gated_norm.default, (*inputs, EPS))
+
+
+def before_a_linear_map(total, heads, head_dim, dtype, device="cpu"):
+    """The inputs of `draw` and a weight, and what is said of the output."""
+    inputs, _ = draw(total, heads, head_dim, dtype, device)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(48, heads * head_dim, generator=generator) / (heads * head_dim) ** 0.5
+    dy = torch.randn(total, 48, generator=generator)
+    return [*inputs, weight.to(device, dtype)], dy.to(device, dtype)
+
+
+def linear_truth(o, gate, gain, bias, weight):
+    return linear_reference(gated_norm_reference(o, gate, gain, bias, EPS), weight, 0.4)
+
+
+def linear(peaks, engine="auto"):
+    return lambda o, gate, gain, bias, weight: gated_norm_linear(o, gate, gain, bias, EPS, weight, peaks, 0.4, engine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_before_a_linear_map_in_fp8(dtype):
+    """Within its bounds of float32, and what the two are one after the other."""
+    inputs, dy = before_a_linear_map(64, 2, 16, dtype)
+    got = output_and_gradients(linear(new_peaks(len(PEAKS))), inputs, dy)
+    want = output_and_gradients(linear_truth, [x.float() for x in inputs], dy.float())
+    assert max(relative_error(g, w) for g, w in zip(got, want, strict=True)) < 0.08
+    with torch.no_grad():
+        apart = delayed_linear(gated_norm(*inputs[:4], EPS), inputs[4], None, 0.4)
+        assert torch.equal(linear(None)(*inputs), apart)
+    with pytest.raises(ValueError, match="new_peaks"):
+        linear(None)(*(x.requires_grad_() for x in inputs))
+    without_bias = gated_norm_linear(*inputs[:3], None, EPS, inputs[4], new_peaks(len(PEAKS)))
+    assert torch.equal(
+        without_bias, delayed_linear(gated_norm(*inputs[:3], None, EPS), inputs[4], new_peaks(len(PEAKS)))
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("known", [0.0, 8.0])
+@pytest.mark.parametrize(("total", "heads", "head_dim"), [(16, 1, 32), (272, 3, 16), (4096, 8, 128), (400, 2, 256)])
+def test_fused_before_a_linear_map_called_and_compiled(total, heads, head_dim, known):
+    """Scales of the tensors at hand, and scales that are known; the same bits twice; the peaks that were seen."""
+    inputs, dy = before_a_linear_map(total, heads, head_dim, torch.bfloat16, "cuda")
+    want = output_and_gradients(linear_truth, [x.float() for x in inputs], dy.float())
+    gated = gated_norm_reference(*(x.float() for x in inputs[:4]), EPS)
+    seen = [x.abs().max().item() for x in (gated, inputs[4], dy)]
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        peaks = torch.full((len(PEAKS),), known, device="cuda", requires_grad=True)
+        f = linear(peaks, "fused")
+        f = torch.compile(f, fullgraph=True, dynamic=False) if compiled else f
+        first, second = (output_and_gradients(f, inputs, dy) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert max(relative_error(g, w) for g, w in zip(first, want, strict=True)) < 0.08
+        f(*(x.detach().requires_grad_() for x in inputs)).backward(dy)
+        assert peaks.grad.tolist() == pytest.approx(seen, rel=1e-4)
+
+
+@pytest.mark.gpu
+def test_fused_before_a_linear_map_hands_on_what_is_not_finite():
+    inputs, _ = before_a_linear_map(256, 2, 128, torch.bfloat16, "cuda")
+    inputs[1][200, 7] = torch.nan
+    y = linear(new_peaks(len(PEAKS), torch.device("cuda")), "fused")(*inputs)
+    assert not y[200].isfinite().any() and y[:200].isfinite().all() and y[201:].isfinite().all()

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from dwslm.ops.mlp import PRECISIONS, new_peaks, remember, squared_relu_mlp
-from dwslm.ops.mlp.formats import FP8_MAX, MARGIN, PEAKS
+from dwslm.ops.fp8 import new_peaks, remember
+from dwslm.ops.fp8.formats import FP8_MAX, MARGIN
+from dwslm.ops.mlp import PEAKS, PRECISIONS, squared_relu_mlp
 from dwslm.ops.mlp.plain import SquaredRelu
 from dwslm.ops.mlp.reference import squared_relu_mlp_reference
 from tests.ops.helpers import output_and_gradients, relative_error
@@ -18,7 +19,7 @@ def draw() -> tuple[list[torch.Tensor], torch.Tensor]:
 
 def layer(precision: str, device: str = "cpu", factor: float = 1.0):
     """The layer as a function of x, up and down; delayed scales are those of the tensors at hand."""
-    peaks = new_peaks(torch.device(device))
+    peaks = new_peaks(len(PEAKS), torch.device(device))
     return lambda *x: squared_relu_mlp(*x, precision=precision, peaks=peaks, factor=factor)
 
 
@@ -117,7 +118,7 @@ def backward(
 def test_peaks_are_those_of_the_micro_batch_before(compiled):
     """Against magnitudes counted here; dh and dy of the layer as it is computed, a of its own h."""
     (x, up, down), dy = draw()
-    peaks = new_peaks()
+    peaks = new_peaks(len(PEAKS))
     f = backward
     if compiled:
         torch._dynamo.reset()
@@ -140,7 +141,7 @@ def test_peaks_do_not_see_the_factor():
     (x, up, down), dy = draw()
     seen = []
     for factor in (1.0, 0.4):
-        peaks = new_peaks()
+        peaks = new_peaks(len(PEAKS))
         squared_relu_mlp(x.requires_grad_(), up, down, "fp8_delayed", peaks, factor).backward(dy)
         seen.append(peaks.grad)
     assert torch.equal(*seen)
@@ -148,7 +149,7 @@ def test_peaks_do_not_see_the_factor():
 
 def test_a_peak_that_grows_saturates_once_and_has_room_the_next_time():
     (x, up, down), dy = draw()
-    peaks = new_peaks()
+    peaks = new_peaks(len(PEAKS))
     backward(x.clone(), up, down, dy, peaks)
     remember([peaks])
     large = 4 * x
@@ -161,7 +162,7 @@ def test_a_peak_that_grows_saturates_once_and_has_room_the_next_time():
 
 def test_what_is_not_finite_shows_and_leaves_the_peaks():
     (x, up, down), dy = draw()
-    peaks = new_peaks()
+    peaks = new_peaks(len(PEAKS))
     backward(x.clone(), up, down, dy, peaks)
     remember([peaks])
     before = peaks.tolist()
@@ -189,7 +190,7 @@ def test_without_gradients_delayed_scales_are_neither_read_nor_asked_for():
 
 def test_a_layer_that_saw_no_backward_pass_is_named():
     with pytest.raises(RuntimeError, match="no backward pass"):
-        remember([new_peaks()])
+        remember([new_peaks(len(PEAKS))])
 
 
 @pytest.mark.gpu

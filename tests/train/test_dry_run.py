@@ -129,3 +129,14 @@ def test_float8_in_place_of_the_norms_output():
 
     assert kept(delayed) - kept(model) == 20 * (4096 - 1024)
     assert kept(on_paper(mlp_precision="fp8_delayed")[0]) - kept(on_paper()[0]) == 20 * (4096 + 1024)
+
+
+def test_float8_in_place_of_what_goes_into_projections():
+    """A byte for each input of a projection, instead of two for the norm's output and for the gated one; softmax attention keeps
+    its output for its own gradient."""
+
+    def kept(**changes: Any) -> int:
+        return activation_bytes(on_paper(**changes)[0], shifted=False, own_delta=False)
+
+    assert kept(**PLAIN, projection_precision="fp8_delayed") - kept(**PLAIN) == 15 * (-1024 - 1024) + 5 * (-1024 + 1024)
+    assert kept(projection_precision="fp8_delayed") - kept() == 15 * (1024 - 1024) + 5 * (1024 + 1024)

@@ -77,7 +77,9 @@ def deterministic():
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize(
     "changes", [{"local": "kda"}, {"local": "gdn"}, {"local": "window"}, {"mlp_precision": "fp8"},
-                {"mlp_precision": "fp8_delayed"}], ids=lambda changes: next(iter(changes.values()))
+                {"mlp_precision": "fp8_delayed"}, {"projection_precision": "fp8_delayed"},
+                {"local": "gdn", "mlp_precision": "fp8_delayed", "projection_precision": "fp8_delayed"}],
+    ids=["kda", "gdn", "window", "fp8", "fp8_delayed", "projections", "gdn-all"],
 )  # fmt: skip
 def test_replays_give_the_bits_of_launches(deterministic, changes, compile):
     steps = [make_step(record, compile=compile, **changes) for record in (True, False)]

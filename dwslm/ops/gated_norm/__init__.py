@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from dwslm.ops.delta_gate import check_name, resolve
+from dwslm.ops.fp8 import delayed_linear
 from dwslm.ops.norm import rms_norm
 
-__all__ = ["check_name", "gated_norm", "resolve"]
+__all__ = ["check_name", "gated_norm", "gated_norm_linear", "resolve"]
 
 
 def gated_norm(o: Tensor, gate: Tensor, gain: Tensor, bias: Tensor | None, eps: float, engine: str = "auto") -> Tensor:
@@ -33,3 +34,28 @@ def gated_norm(o: Tensor, gate: Tensor, gain: Tensor, bias: Tensor | None, eps: 
         return gated_norm_fused(o, gate, gain, bias, eps)
     opening = torch.sigmoid(gate.float() if bias is None else gate.float() + bias)
     return (rms_norm(o.float(), gain, eps).flatten(1) * opening).to(o.dtype)
+
+
+def gated_norm_linear(
+    o: Tensor,
+    gate: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    peaks: Tensor | None,
+    factor: float = 1.0,
+    engine: str = "auto",
+) -> Tensor:
+    """`delayed_linear` of `gated_norm`, with the arguments of both: [T, m up to a multiple of 16].
+
+    "fused" rounds what is gated where it is computed.
+
+    Raises:
+        ValueError: as the two do.
+    """
+    if bias is not None and torch.is_grad_enabled() and resolve(engine, o.device, o.shape[-1]) == "fused":
+        from dwslm.ops.gated_norm.rounded import gated_norm_linear_fused
+
+        return gated_norm_linear_fused(o, gate, gain, bias, eps, weight, peaks, factor)
+    return delayed_linear(gated_norm(o, gate, gain, bias, eps, engine), weight, peaks, factor)

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from dwslm.ops import choice
+from dwslm.ops.fp8 import product
 from dwslm.ops.mlp import fit, fp8
-from dwslm.ops.mlp.formats import new_peaks, remember
-from dwslm.ops.mlp.fp8 import fp8_delayed_mlp, fp8_mlp
+from dwslm.ops.mlp.fp8 import PEAKS, fp8_delayed_mlp, fp8_mlp
 from dwslm.ops.mlp.plain import plain_mlp
 
-__all__ = ["ENGINES", "PRECISIONS", "check_name", "misfit", "new_peaks", "remember", "resolve", "squared_relu_mlp"]
+__all__ = ["ENGINES", "PEAKS", "PRECISIONS", "check_name", "misfit", "resolve", "squared_relu_mlp"]
 
 ENGINES = choice.ENGINES
 FLOAT8 = {"fp8": fp8_mlp, "fp8_delayed": fp8_delayed_mlp}
@@ -27,7 +27,7 @@ def misfit(
     precision: str, device: torch.device, dtype: torch.dtype, tokens: int, width: int, hidden: int
 ) -> str | None:
     """Why a precision cannot be had for such a layer, and the way out; None where it can."""
-    return None if precision == "model" else fp8.misfit(device, dtype, tokens, width, hidden)
+    return None if precision == "model" else product.misfit(fp8.SETTING, device, dtype, tokens, hidden, width)
 
 
 def squared_relu_mlp(
@@ -47,7 +47,7 @@ def squared_relu_mlp(
         precision: `model` multiplies in x's dtype. `fp8` runs the two products forward and the two of the input gradients in
             float8_e4m3 with one scale per row, `fp8_delayed` all six with one scale per tensor, from the micro-batch before.
             Both need width, hidden and T to be multiples of 16.
-        peaks: state of `fp8_delayed`, see `new_peaks`. It is read; `remember` writes it after the backward pass.
+        peaks: state of `fp8_delayed`, see `PEAKS`. It is read; `remember` writes it after the backward pass.
         factor: what the output is multiplied by, inside the products of either pass: it costs nothing and rounds nothing. Peaks
             are those of the tensors as they are rounded: a, dy as it comes in, and dh before the factor.
         engine: of precision `model`: "fused" has the squared ReLU inside the products, "torch" leaves it to the compiler; or

@@ -14,33 +14,17 @@ it into the output and down's gradient, and in that of dh, which takes it into t
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import ScalingType
 
-from dwslm.ops.mlp import quantize
-from dwslm.ops.mlp.formats import PEAKS
+from dwslm.ops.fp8 import quantize
+from dwslm.ops.fp8.product import misfit, product
 from dwslm.ops.scaled_product import scaled_matmul
 
+PEAKS = ("x", "up", "down", "a", "dy", "dh")
+"""What the delayed recipe scales, in the order of its state (`new_peaks(len(PEAKS))`)."""
+
+SETTING = "model.mlp_precision"
 X, UP, DOWN, A, DY, DH = range(len(PEAKS))
-
-
-@torch.library.custom_op("dwslm::fp8_product", mutates_args=())
-def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a [n, k] times b^T for b [m, k], float8 with scales [n, 1] and [m, 1], or [1, 1] both; [n, m] in `dtype`.
-
-    fast: let the tensor cores keep sums in their own registers, which have 14 bits (arXiv 2412.19437, section 3.5.2); else
-    sums move to float32 registers every few products. An operator of our own, since the compiler cannot trace torch's in 2.11.
-    """
-    if not a.is_cuda:  # the products of float8 values are exact in float32
-        return (a.float() @ b.float().t() * (a_scale * b_scale.t())).to(dtype)
-    how = ScalingType.TensorWise if a_scale.numel() == b_scale.numel() == 1 else ScalingType.RowWise
-    return F.scaled_mm(a, b.t(), a_scale, how, b_scale.t(), how, output_dtype=dtype, use_fast_accum=fast)
-
-
-@product.register_fake
-def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
 
 
 def rows_forward(x: Tensor, up: Tensor, down: Tensor, factor: float) -> tuple[Tensor, Tensor]:
@@ -94,24 +78,9 @@ class Delayed(torch.autograd.Function):
         return dx, dup, ddown, quantize.largest([*seen, dy_seen, dh_seen]), None
 
 
-def misfit(device: torch.device, dtype: torch.dtype, tokens: int, width: int, hidden: int) -> str | None:
-    """Why a layer's products cannot run in FP8, and the way out; None where they can."""
-    cuda = device.type == "cuda"
-    if cuda and torch.cuda.get_device_capability(device) < (8, 9):
-        return (
-            f"FP8 products need compute capability 8.9 or later, and {torch.cuda.get_device_name(device)} has "
-            f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}: set model.mlp_precision=model, or compute on a CPU"
-        )
-    if cuda and dtype != torch.bfloat16:
-        return f"FP8 products on a GPU give bfloat16, not {str(dtype).removeprefix('torch.')}: set model.dtype=bfloat16"
-    if tokens % 16 or width % 16 or hidden % 16:
-        return f"FP8 products need multiples of 16, not {tokens} tokens by {(hidden, width)}: set model.mlp_precision=model"
-    return None
-
-
 def check(x: Tensor, up: Tensor) -> None:
     """Raises ValueError where `misfit` has a reason; x [T, width], up [hidden, width]."""
-    if reason := misfit(x.device, x.dtype, x.shape[0], x.shape[1], up.shape[0]):
+    if reason := misfit(SETTING, x.device, x.dtype, x.shape[0], *up.shape):
         raise ValueError(reason)
 
 
@@ -130,5 +99,5 @@ def fp8_delayed_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None, f
     if not torch.is_grad_enabled():
         return rows_forward(x.contiguous(), up, down, factor)[0]
     if peaks is None:
-        raise ValueError("MLP precision 'fp8_delayed' keeps the peaks of its tensors: give it `new_peaks()`")
+        raise ValueError("MLP precision 'fp8_delayed' keeps the peaks of its tensors: give it `new_peaks(len(PEAKS))`")
     return Delayed.apply(x.contiguous(), up, down, peaks, factor)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from dwslm.ops.mlp import quantize
-from dwslm.ops.mlp.formats import FP8, FP8_MAX, MARGIN
+from dwslm.ops.fp8 import quantize
+from dwslm.ops.fp8.formats import FP8, FP8_MAX, MARGIN
 
 
 def test_rows_are_scaled_apart():
@@ -50,7 +50,7 @@ def test_largest_is_the_largest_of_each():
     assert quantize.largest([torch.tensor([1.0, 3.0]), torch.tensor([2.0])]).tolist() == [3.0, 2.0]
 
 
-CASES = [(4096, 512), (272, 80), (512, 4096), (16, 1024)]
+CASES = [(4096, 512), (272, 80), (512, 4096), (16, 1024), (256, 3344), (3344, 1024)]
 
 
 @pytest.mark.gpu

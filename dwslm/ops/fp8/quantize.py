@@ -1,4 +1,4 @@
-"""Rounding to float8_e4m3, in the layouts and with the scales that the products of the MLP want.
+"""Rounding to float8_e4m3, in the layouts and with the scales that products want: those of linear maps, and those of the MLP.
 
 The value that is rounded is one of three, in float32 and never rounded before: x itself; relu(x)^2 (`square`); or x * 2 relu(h),
 the gradient of relu(h)^2 for an output gradient x (`h` given). On a GPU each operator is a Triton kernel that reads its input
@@ -8,7 +8,7 @@ once; elsewhere it is the formula below, to the same bits. To the compiler they 
 import torch
 from torch import Tensor
 
-from dwslm.ops.mlp.formats import FP8, FP8_MAX, MARGIN, TINY
+from dwslm.ops.fp8.formats import FP8, FP8_MAX, MARGIN, TINY
 
 TILE = 128, 128  # of `both`: rows and columns of one program
 
@@ -27,7 +27,7 @@ def rows(x: Tensor, square: bool, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     The scales are given back times `factor`: values times scales are factor * [n, k].
     """
     if x.is_cuda:
-        from dwslm.ops.mlp import kernels  # Triton is there on GPU machines only
+        from dwslm.ops.fp8 import kernels  # Triton is there on GPU machines only
 
         return kernels.rows(x, square, factor)
     rounded, scale = _by_rows(value(x, square=square))
@@ -38,7 +38,7 @@ def rows(x: Tensor, square: bool, factor: float = 1.0) -> tuple[Tensor, Tensor]:
 def rows_transposed(x: Tensor) -> tuple[Tensor, Tensor]:
     """`rows` of x^T for x [n, k]: float8 [k, n] and float32 scales [k, 1]."""
     if x.is_cuda:
-        from dwslm.ops.mlp import kernels
+        from dwslm.ops.fp8 import kernels
 
         return kernels.rows_transposed(x)
     return _by_rows(x.t().contiguous().float())
@@ -48,7 +48,7 @@ def rows_transposed(x: Tensor) -> tuple[Tensor, Tensor]:
 def rows_gradient(da: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Backward of a = relu(h)^2 in one pass over da and h [n, k]: dh and a in h's dtype, and dh's `rows`."""
     if h.is_cuda:
-        from dwslm.ops.mlp import kernels
+        from dwslm.ops.fp8 import kernels
 
         return kernels.rows_gradient(da, h)
     dh = value(da, h)
@@ -69,7 +69,7 @@ def both(
         before rounding.
     """
     if x.is_cuda:
-        from dwslm.ops.mlp import kernels
+        from dwslm.ops.fp8 import kernels
 
         return kernels.both(x, h, square, peaks, index, factor)
     full = value(x, h, square)
@@ -84,7 +84,7 @@ def both(
 def largest(tiles: list[Tensor]) -> Tensor:
     """The largest of each list of peaks, float32 [len(tiles)]."""
     if tiles[0].is_cuda:
-        from dwslm.ops.mlp import kernels
+        from dwslm.ops.fp8 import kernels
 
         return kernels.largest(tiles)
     return torch.stack([peaks.amax() for peaks in tiles])

@@ -5,9 +5,12 @@ All are bound by memory. Bytes at T = 65,536, width 1,024, hidden 4,096, and the
     rows of x, dy             201 MB   0.048 ms      both of x, dy    268 MB   0.064 ms
     rows of relu(h)^2         805 MB   0.192 ms      both of a      1,074 MB   0.256 ms
     rows_gradient           2,416 MB   0.575 ms      both of dh     1,611 MB   0.384 ms
+                                                     both of dy of a projection of 3,344 rows
+                                                                      877 MB   0.209 ms
 
-A weight is 17 MB both ways, 0.004 ms. Instructions leave room: 11, 13 and 16 a value in `both` of x, a and dh, where memory
-leaves time for 27, 27 and 41. The same input gives the same bits: nothing is added atomically, and a largest value has no order.
+A weight of the MLP is 17 MB both ways, 0.004 ms. Instructions leave room: 11, 13 and 16 a value in `both` of x, a and dh, where
+memory leaves time for 27, 27 and 41. The same input gives the same bits: nothing is added atomically, and a largest value has
+no order.
 """
 
 import torch
@@ -15,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dwslm.ops.mlp import formats, quantize
+from dwslm.ops.fp8 import formats, quantize
 
 FP8_MAX = tl.constexpr(formats.FP8_MAX)
 TO_SCALE = tl.constexpr(1 / formats.FP8_MAX)
@@ -209,9 +212,12 @@ def _scaled(v, inverse):
 @triton.jit
 def _fp8_both_kernel(
     x, h, inverse, q, q_t, seen, rows, columns, words,
-    SQUARE: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    SQUARE: tl.constexpr, GRADIENT: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN_COLUMNS: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """q_t as int32 [columns, rows / 4]: four rows of a column are one word, so the transposition moves words and not bytes.
+
+    Masks are those that a tensor needs: with one along the rows, words of q_t are stored one by one and not four at once.
 
     All that a tile reads is asked for before anything is written: no read may pass a write that could be to the same place, and
     one after the other the reads of two programs would not fill the memory's latency.
@@ -221,7 +227,13 @@ def _fp8_both_kernel(
     four, column = tl.arange(0, R // 4), tl.arange(0, C)
     start, step = first_row * columns + first_column, columns.to(tl.int64)
     at = four[:, None] * (4 * columns) + column[None, :]
-    inside = None if EVEN else (first_row + 4 * four < rows)[:, None] & (first_column + column < columns)[None, :]
+    row_there, column_there = first_row + 4 * four < rows, first_column + column < columns
+    inside, inside_t = None, None
+    if not EVEN_COLUMNS:
+        inside, inside_t = column_there[None, :], column_there[:, None]
+    if not EVEN_ROWS:
+        inside = row_there[:, None] if EVEN_COLUMNS else row_there[:, None] & inside
+        inside_t = row_there[None, :] if EVEN_COLUMNS else row_there[None, :] & inside_t
     a, b, c, d = _load_rows(x + start, at, step, inside)
     if GRADIENT:
         of_a, of_b, of_c, of_d = _load_rows(h + start, at, step, inside)
@@ -238,7 +250,6 @@ def _fp8_both_kernel(
     tl.store(q + 2 * step + at, c, mask=inside)
     tl.store(q + 3 * step + at, d, mask=inside)
     at_t = column[:, None] * words + four[None, :]
-    inside_t = None if EVEN else (first_column + column < columns)[:, None] & (first_row + 4 * four < rows)[None, :]
     tl.store(q_t + first_column * words + first_row // 4 + at_t, tl.trans(word), mask=inside_t)
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     tl.store(seen + tile, tl.max(tl.max(size, axis=1), axis=0))
@@ -301,10 +312,10 @@ def both(
         x, h, peaks, scale, inverse, factor, x.numel(), INDEX=index, **value, BLOCK=block, num_warps=32
     )
     r, c = quantize.TILE
-    even = x.shape[0] % r == 0 and x.shape[1] % c == 0
+    even = {"EVEN_ROWS": x.shape[0] % r == 0, "EVEN_COLUMNS": x.shape[1] % c == 0}
     grid = triton.cdiv(x.shape[1], c), triton.cdiv(x.shape[0], r)
     arguments = x, h, inverse, q, q_t.view(torch.int32), seen, *x.shape, len(x) // 4
-    _fp8_both_kernel[grid](*arguments, **value, EVEN=even, R=r, C=c, num_warps=BOTH_WARPS)
+    _fp8_both_kernel[grid](*arguments, **value, **even, R=r, C=c, num_warps=BOTH_WARPS)
     return q, q_t, scale, seen
 
 

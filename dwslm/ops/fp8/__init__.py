@@ -1,0 +1,19 @@
+"""Products in float8_e4m3: rounding to it, scales and their state, and the linear map of the mixers' projections.
+
+`ops/mlp` is made of the same parts.
+"""
+
+import torch
+
+from dwslm.ops.fp8 import product
+from dwslm.ops.fp8.linear import PEAKS, SETTING, delayed_linear
+from dwslm.ops.fp8.peaks import new_peaks, remember
+
+__all__ = ["PEAKS", "PRECISIONS", "delayed_linear", "misfit", "new_peaks", "remember"]
+
+PRECISIONS = ("model", "fp8_delayed")
+
+
+def misfit(precision: str, device: torch.device, dtype: torch.dtype, tokens: int, *sizes: int) -> str | None:
+    """Why a precision cannot be had for linear maps between such sizes, and the way out; None where it can."""
+    return None if precision == "model" else product.misfit(SETTING, device, dtype, tokens, *sizes)
