@@ -24,7 +24,8 @@ MATRIX_OPS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "f
 BIASED = ("addmm", "baddbmm")  # their first operand is what is added
 
 # First match wins, innermost operator first; names in small letters without what stands before the colons. What these launch
-# through operators of their own (a fill, a copy) is theirs.
+# through operators of their own (a fill, a copy) is theirs. The compiler's kernels are told below: their names have the operators
+# in them that read what they write.
 PARTS: tuple[tuple[str, str], ...] = (
     (r"nats|crossentropy|cross_entropy|loss_head|softcap", "head elementwise"),
     (r"kda|gdn|delta_rule|delta_attention|deltarule", "delta rule"),
@@ -52,6 +53,7 @@ KERNELS: tuple[tuple[str, str], ...] = (
     (r"norm|swiglu|rotary|elementwise|reduce_kernel", "norms and elementwise"),
 )
 HEAD = re.compile(PARTS[0][0])
+COMPILED = "triton_"
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,9 @@ def classify(kernel: Kernel, shapes: ProductShapes) -> str:
             return _product(op, name, any("backward" in around for around in names), shapes)
     if updating:
         return "optimizer"
+    named = [name for name in names if not name.startswith(COMPILED)]
     for table in (PARTS, GENERIC):
-        for name in names:
+        for name in named:
             for pattern, found in table:
                 if re.search(pattern, name):
                     return found

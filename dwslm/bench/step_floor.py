@@ -89,7 +89,8 @@ def floors(
     weights = model.sizes()["matrices"] - 2 * s.layers * s.width * s.mlp_hidden
     in_fp8 = [part for part in model.modules() if isinstance(part, Projection) and part.precision != "model"]
     matrices = sum(block.rows * p.weight.shape[1] for p in in_fp8 for block in p.blocks if block.role == "matrix")
-    elementwise = BYTES * total * NORM_PASSES * 2 * s.layers * s.width
+    # Reads of the attention residuals have both in them.
+    elementwise = 0 if s.depth_block else BYTES * total * NORM_PASSES * 2 * s.layers * s.width
     size = tokens, s.width, s.mlp_hidden
     inside = s.mlp_precision != "model" or resolve(s.mlp_engine, optimizer.device, DTYPES[s.dtype], *size) == "fused"
     elementwise += 0 if inside else BYTES * total * RELU_PASSES * s.layers * s.mlp_hidden

@@ -77,6 +77,13 @@ def test_products_of_the_loss_are_the_head_at_any_chunk():
         ("fill", "kernel", ["aten::fill_", "aten::zeros", "dwslm::kda_cudnn"], "delta rule"),
         ("_forward_kernel", "kernel", ["dwslm::short_conv"], "convolution"),
         ("_read_kernel", "kernel", ["dwslm::depth_read"], "attention residuals"),
+        # Named after what it computes and after who reads it.
+        (
+            "triton_per_fused_rms_norm_fp8_both_4",
+            "kernel",
+            ["triton_per_fused_rms_norm_fp8_both_4", "CompiledFunction"],
+            "norms and elementwise",
+        ),
         ("triton_red_fused_tanh", "kernel", ["Torch-Compiled Region: 1/0", "_TotalNats"], "head elementwise"),
         ("elementwise_kernel", "kernel", ["aten::mul", "_TotalNatsBackward"], "head elementwise"),
         ("triton_red_fused_add_mean_rsqrt", "kernel", ["CompiledFunction"], "norms and elementwise"),

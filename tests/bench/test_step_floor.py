@@ -48,6 +48,10 @@ def test_products_are_six_operations_a_parameter_and_token(built):
     assert found["softmax attention"].flop == pytest.approx(2 * 14 * 32 * (820 + 300))
     assert found["head elementwise"].bytes == 2 * 2 * 128 * 128
     assert found["attention residuals"].bytes == 2 * 128 * 32 * depth_passes(4, 4)
+    # Additions and norms are in those reads. Gates of three KDA layers, norm and rotation of one global layer's 2 + 1 heads, and
+    # the squared ReLU of four MLPs outside of their products.
+    gates, rotations, relu = 128 * 3 * 32 * (14 + 2 * 8), 128 * 2 * 5 * 3 * 16, 128 * 2 * 5 * 4 * 64
+    assert found["norms and elementwise"].bytes == gates + rotations + relu
     # Input table of 32 and one value table of 16 columns.
     assert found["tables"].bytes == 128 * (32 + 16) * 16
     parameters = sum(p.numel() for p in model.parameters())
