@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dwslm.ops.fp8 import formats, quantize
+from dwslm.ops.fp8 import formats, shapes
 
 FP8_MAX = tl.constexpr(formats.FP8_MAX)
 TO_SCALE = tl.constexpr(1 / formats.FP8_MAX)
@@ -278,7 +278,7 @@ def _fp8_largest_kernel(p0, p1, p2, p3, p4, p5, n0, n1, n2, n3, n4, n5, out, BLO
 
 
 def rows(x: Tensor, square: bool, factor: float) -> tuple[Tensor, Tensor]:
-    q, scales = quantize.empty_rows(x, square)
+    q, scales = shapes.rows(x, square)
     k = triton.next_power_of_2(x.shape[1])
     r = max(1, ROW_ELEMENTS // k)
     grid = (triton.cdiv(len(x), r),)
@@ -287,14 +287,14 @@ def rows(x: Tensor, square: bool, factor: float) -> tuple[Tensor, Tensor]:
 
 
 def rows_transposed(x: Tensor) -> tuple[Tensor, Tensor]:
-    q, scales = quantize.empty_rows_transposed(x)
+    q, scales = shapes.rows_transposed(x)
     grid = (triton.cdiv(x.shape[1], COLUMNS),)
     _fp8_rows_transposed_kernel[grid](x, q, scales, *x.shape, C=COLUMNS, R=COLUMN_ROWS, num_warps=4)
     return q, scales
 
 
 def rows_gradient(da: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dh, a, q, scales = quantize.empty_rows_gradient(da, h)
+    dh, a, q, scales = shapes.rows_gradient(da, h)
     k = triton.next_power_of_2(h.shape[1])
     _fp8_rows_gradient_kernel[(len(h),)](da, h, dh, a, q, scales, h.shape[1], K=k, num_warps=GRADIENT_WARPS)
     return dh, a, q, scales
@@ -303,7 +303,7 @@ def rows_gradient(da: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
 def both(
     x: Tensor, h: Tensor | None, square: bool, peaks: Tensor, index: int, factor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, q_t, scale, seen = quantize.empty_both(x, h, square, peaks, index, factor)
+    q, q_t, scale, seen = shapes.both(x, h, square, peaks, index, factor)
     inverse = torch.empty_like(scale)
     value = {"SQUARE": square, "GRADIENT": h is not None}
     h = x if h is None else h
@@ -311,7 +311,7 @@ def both(
     _fp8_scale_kernel[(1,)](
         x, h, peaks, scale, inverse, factor, x.numel(), INDEX=index, **value, BLOCK=block, num_warps=32
     )
-    r, c = quantize.TILE
+    r, c = shapes.TILE
     even = {"EVEN_ROWS": x.shape[0] % r == 0, "EVEN_COLUMNS": x.shape[1] % c == 0}
     grid = triton.cdiv(x.shape[1], c), triton.cdiv(x.shape[0], r)
     arguments = x, h, inverse, q, q_t.view(torch.int32), seen, *x.shape, len(x) // 4
@@ -320,7 +320,7 @@ def both(
 
 
 def largest(tiles: list[Tensor]) -> Tensor:
-    out = quantize.empty_largest(tiles)
+    out = shapes.largest(tiles)
     lists = [*tiles, *tiles[:1] * (6 - len(tiles))]
     lengths = [len(peaks) for peaks in lists]
     _fp8_largest_kernel[(len(tiles),)](*lists, *lengths, out, BLOCK=4096, num_warps=8)

@@ -8,9 +8,8 @@ once; elsewhere it is the formula below, to the same bits. To the compiler they 
 import torch
 from torch import Tensor
 
+from dwslm.ops.fp8 import shapes
 from dwslm.ops.fp8.formats import FP8, FP8_MAX, MARGIN, TINY
-
-TILE = 128, 128  # of `both`: rows and columns of one program
 
 
 def value(x: Tensor, h: Tensor | None = None, square: bool = False) -> Tensor:
@@ -95,39 +94,8 @@ def _by_rows(full: Tensor) -> tuple[Tensor, Tensor]:
     return (full * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
-def tiles(x: Tensor) -> int:
-    """Programs of `both` on x."""
-    return -(-x.shape[0] // TILE[0]) * -(-x.shape[1] // TILE[1])
-
-
-@rows.register_fake
-def empty_rows(x: Tensor, square: bool, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=FP8), x.new_empty(x.shape[0], 1, dtype=torch.float32)
-
-
-@rows_transposed.register_fake
-def empty_rows_transposed(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[::-1], dtype=FP8), x.new_empty(x.shape[1], 1, dtype=torch.float32)
-
-
-@rows_gradient.register_fake
-def empty_rows_gradient(da: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return h.new_empty(h.shape), h.new_empty(h.shape), *empty_rows(h, False)
-
-
-@both.register_fake
-def empty_both(
-    x: Tensor, h: Tensor | None, square: bool, peaks: Tensor, index: int, factor: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    count = tiles(x) if x.is_cuda else 1
-    return (
-        x.new_empty(x.shape, dtype=FP8),
-        x.new_empty(x.shape[::-1], dtype=FP8),
-        x.new_empty(1, 1, dtype=torch.float32),
-        x.new_empty(count, dtype=torch.float32),
-    )
-
-
-@largest.register_fake
-def empty_largest(tiles: list[Tensor]) -> Tensor:
-    return tiles[0].new_empty(len(tiles))
+rows.register_fake(shapes.rows)
+rows_transposed.register_fake(shapes.rows_transposed)
+rows_gradient.register_fake(shapes.rows_gradient)
+both.register_fake(shapes.both)
+largest.register_fake(shapes.largest)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dwslm.ops.fp8 import quantize
+from dwslm.ops.fp8 import shapes
 from dwslm.ops.fp8.kernels import BOTH_WARPS, DELAYED_TO_SCALE, TINY, _load_rows, _round_four_rows, _scaled
 from dwslm.ops.fp8.linear import Rounded, X, check, differentiate, multiply
 from dwslm.ops.gated_norm.fused import _backward, _sigmoid
@@ -108,7 +108,7 @@ def rounded(
 def _shapes(
     o: Tensor, gate: Tensor, gain: Tensor, bias: Tensor, eps: float, peaks: Tensor, index: int, factor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, q_t, scale, _ = quantize.empty_both(gate, None, False, peaks, index, factor)
+    q, q_t, scale, _ = shapes.both(gate, None, False, peaks, index, factor)
     return q, q_t, scale, peaks.new_empty(triton.cdiv(o.shape[0], TOKENS) * o.shape[1])
 
 
