@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dwslm.cli.engines import PARTS, engines, precision_misfit
+from dwslm.cli.engines import PARTS, engines
 from dwslm.cli.plan_data import open_data, open_stream
 from dwslm.cli.ranks import rank_console
 from dwslm.config import RunConfig
@@ -57,7 +57,7 @@ def build(config: RunConfig, lr: float | None, ranks: Ranks | None = None) -> Bu
     packing = config.data.packing
     plan = make_plan(config.train, config.optim, config.checkpoint, packing.context, lr, packing.ladder, ranks.world)
     auto = config.train.micro_batch_tokens == AUTO
-    sizes = computable(config, plan, device) if auto else [plan.micro_batch_tokens]
+    sizes = plan.candidates() if auto else [plan.micro_batch_tokens]
     found = engines(config.model, device, sizes[0])
     if auto:
         check_counted(config, device, found)
@@ -77,13 +77,6 @@ def build(config: RunConfig, lr: float | None, ranks: Ranks | None = None) -> Bu
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
         plan = plan.with_micro_batch(micro_batch_of_all(sizes, model, optimizer, memory, ranks))
     return Built(plan, model, optimizer, stream, train_set, valid_set, found)
-
-
-def computable(config: RunConfig, plan: Plan, device: torch.device) -> list[int]:
-    """The plan's candidates in sizes that the model's precisions take, largest first; all of them where they take none."""
-    sizes = plan.candidates()
-    fit = [n for n in sizes if not precision_misfit(config.model, device, n)]
-    return fit or sizes
 
 
 def check_counted(config: RunConfig, device: torch.device, found: Mapping[str, str]) -> None:

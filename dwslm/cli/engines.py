@@ -72,13 +72,13 @@ def engine(part: str, s: ModelSettings, device: torch.device, tokens: int = EVEN
     return "not used"
 
 
-def precision_misfit(s: ModelSettings, device: torch.device, tokens: int) -> str | None:
-    """Why the MLP or the projections cannot have their precision for micro-batches of so many tokens; None where they can."""
+def precision_misfit(s: ModelSettings, device: torch.device) -> str | None:
+    """Why the MLP or the projections cannot have their precision; None where they can."""
     kinds, dtype = set(s.kinds()), DTYPES[s.dtype]
     of_mixers = [s.heads * s.head_dim] * bool(kinds & {"global", "window"})
     of_mixers += [s.delta_heads * s.delta_head_dim] * bool(kinds & {"kda", "gdn"})
-    return mlp.misfit(s.mlp_precision, device, dtype, tokens, s.width, s.mlp_hidden) or fp8.misfit(
-        s.projection_precision, device, dtype, tokens, s.width, *of_mixers
+    return mlp.misfit(s.mlp_precision, device, dtype, s.width, s.mlp_hidden) or fp8.misfit(
+        s.projection_precision, device, dtype, s.width, *of_mixers
     )
 
 
@@ -88,7 +88,7 @@ def engines(s: ModelSettings, device: torch.device, tokens: int) -> dict[str, st
     Raises:
         ValueError: as `engine` does, and where a precision cannot be had.
     """
-    if reason := precision_misfit(s, device, tokens):
+    if reason := precision_misfit(s, device):
         raise ValueError(reason)
     return {part: engine(part, s, device, tokens) for part in PARTS}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from dwslm.cli.build import build, check_counted, computable, micro_batch_of_all
+from dwslm.cli.build import build, check_counted, micro_batch_of_all
 from dwslm.cli.engines import PARTS
 from dwslm.train.distributed import Ranks
 from dwslm.train.dry_run import estimate
@@ -116,26 +116,14 @@ def test_a_build_on_a_gpu_is_refused_before_its_data_are_opened(tiny_data, tmp_p
             build(config, lr=None, ranks=OnAGpu())
 
 
-def test_fp8_takes_the_candidates_that_it_can_multiply(built, tiny_data, tmp_path):
-    """Six rows of 8 slots: 48, 24, 16 and 8 divide them, and FP8 takes multiples of 16."""
-    plan = replace(built.plan, batch_tokens=48, rungs=((0, 8),))
+@pytest.mark.parametrize("setting", ["mlp_precision", "projection_precision"])
+def test_fp8_takes_every_candidate(tiny_data, tmp_path, setting):
+    """Rows of 8 slots; FP8 multiplies multiples of 16 tokens, and fills up what is none."""
     config = config_of(tiny_data, tmp_path)
-    fp8 = replace(config, model=replace(config.model, mlp_precision="fp8"))
-    cpu = torch.device("cpu")
-    assert computable(config, plan, cpu) == [48, 24, 16, 8]
-    assert computable(fp8, plan, cpu) == [48, 16]
-    assert computable(fp8, replace(plan, batch_tokens=24), cpu) == [24, 8]  # none: the engines tell why
-
-
-def test_a_least_micro_batch_that_fp8_cannot_multiply_refuses_no_larger_one(tiny_data, tmp_path):
-    config = config_of(tiny_data, tmp_path)
-    packing = replace(config.data.packing, context=8)
     config = replace(
         config,
-        model=replace(config.model, mlp_precision="fp8"),
-        data=replace(config.data, packing=packing),
-        train=replace(config.train, batch_tokens=48, micro_batch_tokens="auto"),
+        model=replace(config.model, **{setting: "fp8_delayed"}),
+        data=replace(config.data, packing=replace(config.data.packing, context=8)),
+        train=replace(config.train, batch_tokens=24, micro_batch_tokens="auto"),
     )
-    assert build(config, lr=None).plan.micro_batch_tokens == 48
-    with pytest.raises(ValueError, match="multiples of 16, not 24 tokens"):
-        build(replace(config, train=replace(config.train, batch_tokens=24)), lr=None)
+    assert build(config, lr=None).plan.micro_batch_tokens == 24

@@ -156,16 +156,35 @@ def test_without_gradients_delayed_scales_are_neither_read_nor_asked_for():
 def test_what_cannot_be_multiplied_is_named():
     (x, weight), _ = draw()
     peaks = new_peaks(len(PEAKS))
-    for wrong, told in (
-        ((x[:100], weight), "100 tokens"),
-        ((x[:, :60], weight[:, :60]), "60"),
-        ((x[:0], weight), "0 tok"),
-    ):
-        with pytest.raises(ValueError, match=rf"multiples of 16, not .*{told}.*model\.projection_precision=model"):
-            delayed_linear(*wrong, peaks)
+    with pytest.raises(ValueError, match=r"multiples of 16, not \(60,\): set model\.projection_precision=model"):
+        delayed_linear(x[:, :60], weight[:, :60], peaks)
     cpu = torch.device("cpu")
-    assert misfit("model", cpu, torch.float32, 100, 60) is None
-    assert misfit("fp8_delayed", cpu, torch.float32, 112, 64) is None
+    assert misfit("model", cpu, torch.float32, 60) is None
+    assert misfit("fp8_delayed", cpu, torch.float32, 64) is None
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_any_number_of_tokens(grad):
+    """Rows that were filled up are seen nowhere: outputs, gradients and peaks are those of the first rows of a whole batch whose
+    others are zero."""
+    (x, weight), dy = draw(112, 80, 27)
+    x, dy = x.detach(), padded(dy)
+    whole, d_whole = x.clone(), dy.clone()
+    whole[100:], d_whole[100:] = 0, 0
+    known = torch.tensor([3.0, 0.0, 2.0])
+    with torch.set_grad_enabled(grad):
+        results = []
+        for given, gradient in ((x[:100], dy[:100]), (whole, d_whole)):
+            leaves = [given.clone().requires_grad_(grad), weight.detach().clone().requires_grad_(grad)]
+            peaks = known.clone().requires_grad_(grad)
+            y = delayed_linear(*leaves, peaks, 0.4)
+            results.append([y[:100].detach()])
+            if grad:
+                y.backward(gradient)
+                results[-1] += [leaves[0].grad[:100], leaves[1].grad, peaks.grad]
+    assert len(results[0][0]) == 100
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_an_older_gpu_or_another_dtype_is_refused(monkeypatch):
@@ -173,11 +192,11 @@ def test_an_older_gpu_or_another_dtype_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "8.9 or later, and Old has 8.0: set model.projection_precision=model" in misfit(
-        "fp8_delayed", gpu, torch.bfloat16, 64, 64
+        "fp8_delayed", gpu, torch.bfloat16, 64
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert "set model.dtype=bfloat16" in misfit("fp8_delayed", gpu, torch.float32, 64, 64)
-    assert misfit("fp8_delayed", gpu, torch.bfloat16, 64, 64) is None
+    assert "set model.dtype=bfloat16" in misfit("fp8_delayed", gpu, torch.float32, 64)
+    assert misfit("fp8_delayed", gpu, torch.bfloat16, 64) is None
 
 
 @pytest.mark.gpu

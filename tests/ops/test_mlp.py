@@ -216,8 +216,30 @@ def test_bad_precision_and_bad_sizes_are_named():
     with pytest.raises(ValueError, match="unknown MLP precision 'int3'"):
         squared_relu_mlp(x, up, down, "int3")
     for precision in FP8:
-        with pytest.raises(ValueError, match="multiples of 16, not 100 tokens"):
-            squared_relu_mlp(x[:100], up, down, precision)
+        with pytest.raises(ValueError, match="multiples of 16, not "):
+            squared_relu_mlp(x, up[:100], down[:, :100], precision)
+
+
+@pytest.mark.parametrize("precision", FP8)
+@pytest.mark.parametrize("grad", [True, False])
+def test_fp8_takes_any_number_of_tokens(precision, grad):
+    """Filled up with zeros, which leave no trace."""
+    (x, up, down), dy = draw()
+    whole = x.detach().clone()
+    whole[100:] = 0
+    results = []
+    with torch.set_grad_enabled(grad):
+        for given in (x.detach()[:100].clone(), whole):
+            leaves = [t.detach().clone().requires_grad_(grad) for t in (given, up, down)]
+            peaks = new_peaks(len(PEAKS)) if precision == "fp8_delayed" else None
+            y = squared_relu_mlp(*leaves, precision, peaks, 0.5)
+            results.append([y[:100].detach()])
+            if grad:
+                y[:100].backward(dy.detach()[:100])
+                results[-1] += [leaves[0].grad[:100], leaves[1].grad, leaves[2].grad]
+                results[-1] += [] if peaks is None else [peaks.grad]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

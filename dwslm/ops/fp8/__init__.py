@@ -14,6 +14,6 @@ __all__ = ["PEAKS", "PRECISIONS", "delayed_linear", "misfit", "new_peaks", "reme
 PRECISIONS = ("model", "fp8_delayed")
 
 
-def misfit(precision: str, device: torch.device, dtype: torch.dtype, tokens: int, *sizes: int) -> str | None:
+def misfit(precision: str, device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:
     """Why a precision cannot be had for linear maps between such sizes, and the way out; None where it can."""
-    return None if precision == "model" else product.misfit(SETTING, device, dtype, tokens, *sizes)
+    return None if precision == "model" else product.misfit(SETTING, device, dtype, *sizes)

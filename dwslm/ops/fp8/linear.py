@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dwslm.ops.fp8 import quantize
-from dwslm.ops.fp8.product import MULTIPLE, misfit, product
+from dwslm.ops.fp8.product import filled, misfit, product
 
 PEAKS = ("x", "weight", "dy")
 """What is scaled, in the order of the state (`new_peaks(len(PEAKS))`)."""
@@ -38,7 +37,7 @@ class Rounded(NamedTuple):
 
 def multiply(x: Rounded, weight: Tensor, peaks: Tensor, root: float) -> tuple[Tensor, list[Tensor]]:
     """The product, and what its gradients want of it. root: of the factor, as in x's scale."""
-    of_weight = Rounded(*quantize.both(_padded(weight), None, False, peaks, WEIGHT, root))
+    of_weight = Rounded(*quantize.both(filled(weight), None, False, peaks, WEIGHT, root))
     y = product(x.values, x.scale, of_weight.values, of_weight.scale, weight.dtype, True)
     return y, [peaks, x.transposed, x.scale, x.seen, of_weight.transposed, of_weight.scale, of_weight.seen]
 
@@ -66,14 +65,9 @@ class Delayed(torch.autograd.Function):
         return *differentiate(ctx.saved_tensors, dy, ctx.rows, ctx.root), None
 
 
-def _padded(weight: Tensor) -> Tensor:
-    spare = -len(weight) % MULTIPLE
-    return F.pad(weight, (0, 0, 0, spare)) if spare else weight
-
-
 def check(x: Tensor, peaks: Tensor | None) -> None:
     """Raises ValueError where x cannot be multiplied in FP8 by any weight, or where gradients would find no state."""
-    if reason := misfit(SETTING, x.device, x.dtype, *x.shape):
+    if reason := misfit(SETTING, x.device, x.dtype, x.shape[1]):
         raise ValueError(reason)
     if peaks is None and torch.is_grad_enabled():
         raise ValueError(
@@ -87,7 +81,7 @@ def delayed_linear(x: Tensor, weight: Tensor, peaks: Tensor | None, factor: floa
     A score must not move the state of training, nor depend on it or on what else is in the batch.
 
     Args:
-        x: [T, k]; weight: [m, k], of one dtype. T and k are multiples of 16.
+        x: [T, k]; weight: [m, k], of one dtype. k is a multiple of 16; where T is not, x is copied.
         peaks: state, see `PEAKS`. It is read; `remember` writes it after the backward pass. Peaks are those of the tensors as
             they come in, before the factor.
         factor: 0 or more; it rounds nothing.
@@ -99,7 +93,9 @@ def delayed_linear(x: Tensor, weight: Tensor, peaks: Tensor | None, factor: floa
         ValueError: where the device, the dtype or the shape cannot do FP8, or without `peaks` where there are gradients.
     """
     check(x, peaks)
-    if not torch.is_grad_enabled():
-        rows = quantize.rows(_padded(weight), False)
-        return product(*quantize.rows(x.contiguous(), False, factor), *rows, x.dtype, True)
-    return Delayed.apply(x.contiguous(), weight, peaks, math.sqrt(factor))
+    whole = filled(x.contiguous())
+    if torch.is_grad_enabled():
+        y: Tensor = Delayed.apply(whole, weight, peaks, math.sqrt(factor))
+    else:
+        y = product(*quantize.rows(whole, False, factor), *quantize.rows(filled(weight), False), x.dtype, True)
+    return y if len(y) == len(x) else y[: len(x)]

@@ -9,6 +9,12 @@ MULTIPLE = 16
 """Every side of a product is a multiple of this."""
 
 
+def filled(x: Tensor) -> Tensor:
+    """[n, k] with rows of zeros up to a multiple of `MULTIPLE`; x itself where none is missing."""
+    spare = -len(x) % MULTIPLE
+    return F.pad(x, (0, 0, 0, spare)) if spare else x
+
+
 @torch.library.custom_op("dwslm::fp8_product", mutates_args=())
 def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     """a [n, k] times b^T for b [m, k], float8 with scales [n, 1] and [m, 1], or [1, 1] both; [n, m] in `dtype`.
@@ -27,8 +33,8 @@ def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
     return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
 
 
-def misfit(setting: str, device: torch.device, dtype: torch.dtype, tokens: int, *sizes: int) -> str | None:
-    """Why products of so many tokens, by matrices of such sides, cannot run in FP8, and the way out; None where they can.
+def misfit(setting: str, device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:
+    """Why products by matrices of such sides cannot run in FP8, and the way out; None where they can.
 
     setting: what asks for them, and is to be `model` otherwise.
     """
@@ -40,6 +46,6 @@ def misfit(setting: str, device: torch.device, dtype: torch.dtype, tokens: int, 
         )
     if cuda and dtype != torch.bfloat16:
         return f"FP8 products on a GPU give bfloat16, not {str(dtype).removeprefix('torch.')}: set model.dtype=bfloat16"
-    if any(size < 1 or size % MULTIPLE for size in (tokens, *sizes)):
-        return f"FP8 products need multiples of {MULTIPLE}, not {tokens} tokens by {sizes}: set {setting}=model"
+    if any(size < 1 or size % MULTIPLE for size in sizes):
+        return f"FP8 products need widths that are multiples of {MULTIPLE}, not {sizes}: set {setting}=model"
     return None

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from dwslm.ops.delta_gate import check_name, resolve
 from dwslm.ops.fp8 import delayed_linear
+from dwslm.ops.fp8.product import MULTIPLE
 from dwslm.ops.norm import rms_norm
 
 __all__ = ["check_name", "gated_norm", "gated_norm_linear", "resolve"]
@@ -49,12 +50,13 @@ def gated_norm_linear(
 ) -> Tensor:
     """`delayed_linear` of `gated_norm`, with the arguments of both: [T, m up to a multiple of 16].
 
-    "fused" rounds what is gated where it is computed.
+    "fused" rounds what is gated where it is computed, if T is a multiple of 16.
 
     Raises:
         ValueError: as the two do.
     """
-    if bias is not None and torch.is_grad_enabled() and resolve(engine, o.device, o.shape[-1]) == "fused":
+    fused = bias is not None and torch.is_grad_enabled() and resolve(engine, o.device, o.shape[-1]) == "fused"
+    if bias is not None and fused and len(o) % MULTIPLE == 0:
         from dwslm.ops.gated_norm.rounded import gated_norm_linear_fused
 
         return gated_norm_linear_fused(o, gate, gain, bias, eps, weight, peaks, factor)

@@ -23,11 +23,9 @@ def check_name(engine: str) -> None:
     choice.check_name("MLP", engine)
 
 
-def misfit(
-    precision: str, device: torch.device, dtype: torch.dtype, tokens: int, width: int, hidden: int
-) -> str | None:
+def misfit(precision: str, device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> str | None:
     """Why a precision cannot be had for such a layer, and the way out; None where it can."""
-    return None if precision == "model" else product.misfit(fp8.SETTING, device, dtype, tokens, hidden, width)
+    return None if precision == "model" else product.misfit(fp8.SETTING, device, dtype, hidden, width)
 
 
 def squared_relu_mlp(
@@ -46,7 +44,7 @@ def squared_relu_mlp(
         up: [hidden, width]; down: [width, hidden].
         precision: `model` multiplies in x's dtype. `fp8` runs the two products forward and the two of the input gradients in
             float8_e4m3 with one scale per row, `fp8_delayed` all six with one scale per tensor, from the micro-batch before.
-            Both need width, hidden and T to be multiples of 16.
+            Both need width and hidden to be multiples of 16, and copy x where T is not.
         peaks: state of `fp8_delayed`, see `PEAKS`. It is read; `remember` writes it after the backward pass.
         factor: what the output is multiplied by, inside the products of either pass: it costs nothing and rounds nothing. Peaks
             are those of the tensors as they are rounded: a, dy as it comes in, and dh before the factor.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dwslm.ops.fp8 import quantize
-from dwslm.ops.fp8.product import misfit, product
+from dwslm.ops.fp8.product import filled, misfit, product
 from dwslm.ops.scaled_product import scaled_matmul
 
 PEAKS = ("x", "up", "down", "a", "dy", "dh")
@@ -80,14 +80,15 @@ class Delayed(torch.autograd.Function):
 
 def check(x: Tensor, up: Tensor) -> None:
     """Raises ValueError where `misfit` has a reason; x [T, width], up [hidden, width]."""
-    if reason := misfit(SETTING, x.device, x.dtype, x.shape[0], *up.shape):
+    if reason := misfit(SETTING, x.device, x.dtype, *up.shape):
         raise ValueError(reason)
 
 
 def fp8_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None, factor: float) -> Tensor:
     """`squared_relu_mlp` with one scale per row; `peaks` is not used."""
     check(x, up)
-    return Rows.apply(x.contiguous(), up, down, factor)
+    y: Tensor = Rows.apply(filled(x.contiguous()), up, down, factor)
+    return y if len(y) == len(x) else y[: len(x)]
 
 
 def fp8_delayed_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None, factor: float) -> Tensor:
@@ -96,8 +97,11 @@ def fp8_delayed_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None, f
     A score must not move the state of training, nor depend on it or on what else is in the batch.
     """
     check(x, up)
-    if not torch.is_grad_enabled():
-        return rows_forward(x.contiguous(), up, down, factor)[0]
-    if peaks is None:
+    if peaks is None and torch.is_grad_enabled():
         raise ValueError("MLP precision 'fp8_delayed' keeps the peaks of its tensors: give it `new_peaks(len(PEAKS))`")
-    return Delayed.apply(x.contiguous(), up, down, peaks, factor)
+    whole = filled(x.contiguous())
+    if torch.is_grad_enabled():
+        y: Tensor = Delayed.apply(whole, up, down, peaks, factor)
+    else:
+        y = rows_forward(whole, up, down, factor)[0]
+    return y if len(y) == len(x) else y[: len(x)]
