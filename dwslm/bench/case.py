@@ -66,6 +66,8 @@ class Engine:
         extra: things timed apart, by name: run(segments) before the first call.
         new_slots: name under which the first call with a number of slots not seen before is reported, less a usual call.
         patience: seconds that a first call may take on a GPU with cold caches, tuning included.
+        takes: inputs by name that it reads in another dtype than they are drawn in, as training gives them to it. They are
+            converted before anything is timed.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Engine:
     extra: Mapping[str, Callable[[Segments], object]] = field(default_factory=dict)
     new_slots: str | None = None
     patience: float = 40.0
+    takes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def missing(self) -> str | None:
         """Which command installs it, or None where it is there."""
@@ -145,6 +148,11 @@ class Case:
         if self.dtype == torch.float32:
             return FLOAT32_BOUND
         return self.bounds.get(f"{tensor} {kind}", self.bounds.get(tensor, self.bound))
+
+
+def given(case: Case, engine: Engine, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs in the dtypes that an engine reads."""
+    return [x.to(engine.takes.get(name, x.dtype)) for name, x in zip(case.inputs, inputs, strict=True)]
 
 
 def leaves(case: Case, inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dwslm.bench import engines_delta as others
 from dwslm.bench.case import Case, Cost, Engine, Run, Shape
 from dwslm.bench.work import Work
-from dwslm.ops.delta_rule import delta_rule, gated_delta_rule, resolve
+from dwslm.ops.delta_rule import decay_dtype, delta_rule, gated_delta_rule, resolve
 from dwslm.ops.delta_rule.reference import delta_rule_reference
 from dwslm.ops.segments import Segments
 
@@ -68,10 +68,12 @@ def _case(shape: Shape, kind: str, heads: int, dtype: torch.dtype, device: torch
         q, k, v, g, beta = inputs
         return (rule(q, k, v, g, beta, segments, scale=scale, bounded=True, engine="torch"),)
 
+    # As the model's decay gate makes them; that of GDN is formulas in float32.
+    decays = torch.float32 if scalar else decay_dtype("auto", device=device, dtype=dtype, head_dim=dim, bounded=True)
     make = functools.partial
     gpu = "pip install 'dwslm[gpu]'"
     engines = [
-        Engine("fused", make(own, "fused"), patience=60),
+        Engine("fused", make(own, "fused"), patience=60, takes={} if scalar else {"g": torch.bfloat16}),
         Engine("cudnn", make(own, "cudnn"), "cudnn", gpu, patience=90),
         Engine("fla", make(own, "fla"), "fla", gpu, patience=240),
         Engine("torch", make(own, "torch"), ask=True, same_bits=False),
@@ -95,14 +97,16 @@ def _case(shape: Shape, kind: str, heads: int, dtype: torch.dtype, device: torch
         plain=plain,
         kinds=tuple(GATES),
         bounds={f"dg {gate}": 0.02 for gate in FAST},
-        cost=lambda work: cost(work, heads, dim, dtype, scalar),
+        cost=lambda work: cost(work, heads, dim, dtype, scalar, decays),
         gate_tokens=tokens,
         gate_context=tokens // 2,
         engines=tuple(engines),
     )
 
 
-def cost(work: Work, heads: int, dim: int, dtype: torch.dtype, scalar: bool) -> Cost:
+def cost(
+    work: Work, heads: int, dim: int, dtype: torch.dtype, scalar: bool, decays: torch.dtype = torch.float32
+) -> Cost:
     """The chunked form with chunks of C = 64 and d = head_dim, a token and head:
     q k^T, k k^T, the system applied to keys and to values, scores by values: five products of 2 C d;
     state into outputs, into corrections, and keys into the state: three of 2 d d. Backward twice that.
@@ -110,6 +114,6 @@ def cost(work: Work, heads: int, dim: int, dtype: torch.dtype, scalar: bool) -> 
     """
     product = work.tokens * heads * (10.0 * CHUNK * dim + 6.0 * dim * dim)
     value = work.tokens * heads * dim * dtype.itemsize
-    gate = 4 * work.tokens * heads * (2 if scalar else dim + 1)  # g and beta, float32
+    gate = work.tokens * heads * ((1 if scalar else dim) * decays.itemsize + 4)  # g, and beta in float32
     forward = 4 * value + gate
     return Cost(product, 3 * product, forward, forward + 7 * value + 2 * gate)

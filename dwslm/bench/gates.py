@@ -9,6 +9,7 @@ from dwslm.bench.case import Case, Cost, Engine, Run, Shape, compiled
 from dwslm.bench.work import Work
 from dwslm.ops.delta_gate import delta_gate, resolve
 from dwslm.ops.delta_gate.reference import delta_gate_reference
+from dwslm.ops.delta_rule import decay_dtype
 from dwslm.ops.gated_norm import gated_norm
 from dwslm.ops.gated_norm.reference import gated_norm_reference
 from dwslm.ops.segments import Segments
@@ -26,6 +27,7 @@ def cases(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Case]:
 
 def gate_case(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
     heads, inner = shape.delta_heads[0], shape.delta_heads[0] * shape.head_dim
+    decays = decay_dtype("auto", device=device, dtype=dtype, head_dim=shape.head_dim, bounded=True)
 
     def draw(tokens: int, kind: str, generator: torch.Generator) -> list[Tensor]:
         f, logits = (_normal(generator, tokens, n).to(dtype) for n in (inner, heads))
@@ -39,15 +41,15 @@ def gate_case(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
     def run(name: str) -> Run:
         def own(inputs: Sequence[Tensor], segments: Segments) -> tuple[Tensor, ...]:
             f, a_log, dt_bias, logits = inputs
-            return delta_gate(f, a_log, dt_bias, logits, DECAY_BOUND, name)
+            return delta_gate(f, a_log, dt_bias, logits, DECAY_BOUND, name, decays)
 
         return own
 
     def cost(work: Work) -> Cost:
-        """Some 6 operations an entry forward, 16 in all. Forward: f in, g out in float32. Backward: dg and f in, df out."""
+        """Some 6 operations an entry forward, 16 in all. Forward: f in, g out. Backward: dg and f in, df out."""
         n = float(work.tokens * inner)
-        forward = n * (dtype.itemsize + 4)
-        return Cost(6 * n, 16 * n, forward, forward + n * (4 + 2 * dtype.itemsize))
+        forward = n * (dtype.itemsize + decays.itemsize)
+        return Cost(6 * n, 16 * n, forward, forward + n * (decays.itemsize + 2 * dtype.itemsize))
 
     return Case(
         op="delta_gate",

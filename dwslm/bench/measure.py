@@ -23,7 +23,7 @@ from dwslm.bench import (
     projection,
     short_conv,
 )
-from dwslm.bench.case import Case, Engine, Run, draw_upstream, leaves, values_and_gradients
+from dwslm.bench.case import Case, Engine, Run, draw_upstream, given, leaves, values_and_gradients
 from dwslm.bench.figures import blank_row, fill_figures
 from dwslm.bench.gate import Truth, check, check_plain, check_size, make_truth
 from dwslm.bench.record import Batch, Values, check_padding, check_replay, record_cuda
@@ -192,6 +192,11 @@ class Bench:
         except ValueError as error:
             yield row | {"status": "refused", "reason": str(error)}
             return
+
+        def held(inputs: Sequence[Tensor], seg: Segments) -> tuple[Tensor, ...]:
+            """What is held to the truth, whose inputs all engines share."""
+            return run(given(case, engine, inputs), seg)
+
         context = job["context"] or max(self.request.contexts)
         work = self.work(job["tokens"], context) if case.sized else None
         row["gate"] = job.get("gate")
@@ -199,12 +204,12 @@ class Bench:
             trial = self._trial(case, work)
             # Importing, compiling and tuning happen in the first call, and the reference is computed by now.
             row["first_call_s"] = self.timer.seconds(
-                lambda: values_and_gradients(case, run, trial.inputs, trial.segments, trial.upstream)
+                lambda: values_and_gradients(case, held, trial.inputs, trial.segments, trial.upstream)
             )
             gate = check(
                 case,
                 engine,
-                run,
+                held,
                 tokens=trial.segments.ids.shape[0],
                 context=trial.segments.context,
                 generator=self.generator(),
@@ -216,7 +221,7 @@ class Bench:
                 yield row | {"status": "failed", "reason": "; ".join(gate.reasons)}
                 return
         if case.plain is not None and work is not None and job["at_size"]:
-            reasons = self._check_size(row["gate"], case, engine, run, work)
+            reasons = self._check_size(row["gate"], case, engine, held, work)
             if reasons:
                 row["gate"]["passed"] = False
                 yield row | {"status": "failed", "reason": "; ".join(reasons)}
@@ -273,12 +278,13 @@ class Bench:
         generator, seg, tokens = self.generator(), self._segments(work), work.tokens if work else 1
         for name, extra in engine.extra.items():
             row["extra_ms"][name] = self.timer.measure([lambda extra=extra: extra(seg)]).as_json()  # type: ignore[misc]
-        inputs = case.draw(tokens, case.kinds[0], generator)
-        size = sum(x.numel() * x.element_size() for x in inputs)
-        sets = [leaves(case, inputs)]
-        sets += [
-            leaves(case, case.draw(tokens, case.kinds[0], generator)) for _ in range(sets_needed(size, self.device) - 1)
-        ]
+
+        def drawn() -> list[Tensor]:
+            return leaves(case, given(case, engine, case.draw(tokens, case.kinds[0], generator)))
+
+        sets = [drawn()]
+        size = sum(x.numel() * x.element_size() for x in sets[0])
+        sets += [drawn() for _ in range(sets_needed(size, self.device) - 1)]
         upstream = [draw_upstream(run(own, seg), None, generator) for own in sets]
         learnt = [[x for x in own if x.requires_grad] for own in sets]
 
@@ -325,7 +331,8 @@ class Bench:
         every = [self._segments(work, i) for i in range(BATCHES if work else 1)]
         tokens, context = every[0].ids.shape[0], every[0].context
         batches: list[Batch] = [
-            (case.draw(tokens, case.kinds[0], generator), every[i % len(every)].cu_seqlens) for i in range(BATCHES)
+            (given(case, engine, case.draw(tokens, case.kinds[0], generator)), every[i % len(every)].cu_seqlens)
+            for i in range(BATCHES)
         ]
         upstream = draw_upstream(run(batches[0][0], every[0]), None, generator)
 

@@ -42,7 +42,8 @@ GENERIC: tuple[tuple[str, str], ...] = (
 # Where an operator says nothing: kernels of Triton and of libraries that launch them themselves.
 KERNELS: tuple[tuple[str, str], ...] = (
     (r"^_gradient_(add|addresses)_kernel$", "copies"),
-    (r"^triton_.*embedding", "tables"),
+    (r"^triton_.*(embedding|index_put|index_select|scatter)", "tables"),
+    (r"^triton_.*flex_attention", "softmax attention"),
     (r"^triton_(tem|mm|bmm)_", "other products"),
     (r"^triton_", "norms and elementwise"),
     (r"cross_entropy", "head elementwise"),

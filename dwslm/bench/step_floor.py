@@ -1,8 +1,9 @@
 """The least that each class of a step could take: operations over the matrix rate, bytes over the copy rate, of the same run.
 
-Counted for the parts as they stand, each one pass over its inputs and outputs in the compute dtype of 2 bytes (masters, gates
-and tables 4). Work that is fused into another kernel can lie below its count; a product is never counted with its bytes. The
-formulas of attention, delta rule, convolution and Newton-Schulz stand beside the cases of the day-0 benchmark.
+Counted for the parts as they stand, each one pass over its inputs and outputs in the compute dtype of 2 bytes (masters and
+tables 4, log decays as their engine reads them). Work that is fused into another kernel can lie below its count; a product is
+never counted with its bytes. The formulas of attention, delta rule, convolution and Newton-Schulz stand beside the cases of the
+day-0 benchmark.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ from dwslm.bench.case import Cost, Shape
 from dwslm.bench.work import Work
 from dwslm.model.lm import DTYPES, LanguageModel, ModelSettings
 from dwslm.model.projection import Projection
+from dwslm.ops import delta_gate
+from dwslm.ops.delta_rule import decay_dtype
 from dwslm.ops.mlp.fit import resolve
 from dwslm.optim.optimizer import Optimizer
 
@@ -27,8 +30,8 @@ NORM_PASSES = 4 + 4
 two gradients and the stream in, one gradient out, which is that of stream and output."""
 RELU_PASSES = 2 + 3
 """Squared ReLU, in tensors [T, hidden]: in and out; backward gradient and input in, gradient out."""
-GATE_BYTES = (2 + 4) + (4 + 2 + 2)
-"""Decay gate, per channel: logits in, float32 gate out; backward its gradient and the logits in, the logits' gradient out."""
+GATE_LOGITS, GATE_DECAYS = 1 + 2, 1 + 1
+"""Decay gate, in tensors [T, inner]: logits in, decays out; backward logits and the decays' gradient in, that of logits out."""
 NORM_GATE_PASSES = 3 + 5
 """Norm and gate of the delta rule's output: two in, one out; backward three in, two out."""
 ROPE_PASSES = 2 + 3
@@ -94,7 +97,8 @@ def floors(
     size = tokens, s.width, s.mlp_hidden
     inside = s.mlp_precision != "model" or resolve(s.mlp_engine, optimizer.device, DTYPES[s.dtype], *size) == "fused"
     elementwise += 0 if inside else BYTES * total * RELU_PASSES * s.layers * s.mlp_hidden
-    elementwise += total * linear * inner * (GATE_BYTES + BYTES * NORM_GATE_PASSES)
+    decays = _decays(s, optimizer.device)
+    elementwise += total * linear * inner * (BYTES * (GATE_LOGITS + NORM_GATE_PASSES) + decays.itemsize * GATE_DECAYS)
     elementwise += BYTES * total * len(soft) * ROPE_PASSES * (s.heads + s.kv_heads) * s.head_dim
     tables = s.width + sum(_value_widths(model))
     found = {
@@ -117,7 +121,7 @@ def floors(
     found["softmax attention"] = _sum(attended)
     if linear:
         scalar = s.local == "gdn"
-        rules = [delta_rule.cost(work, s.delta_heads, s.delta_head_dim, dtype, scalar) for work in works]
+        rules = [delta_rule.cost(work, s.delta_heads, s.delta_head_dim, dtype, scalar, decays) for work in works]
         found["delta rule"] = _sum(rules * linear)
         # Its operations are not those of the matrix unit: bytes alone.
         found["convolution"] = Floor(
@@ -126,6 +130,10 @@ def floors(
     of_width, of_hidden = QUANTISED[s.mlp_precision]
     quantised = s.layers * (of_width * s.width + of_hidden * s.mlp_hidden)
     quantised += DELAYED_BYTES * sum(sum(part.weight.shape) for part in in_fp8)
+    if in_fp8 and s.local == "kda" and delta_gate.resolve(s.gate_engine, optimizer.device, s.delta_head_dim) == "fused":
+        quantised -= (
+            DELAYED_BYTES * linear * inner
+        )  # what the gated norm gives: rounded where it is computed, and counted there
     if quantised:
         found["quantisation"] = Floor(bytes=float(total * quantised))
     if s.depth_block:
@@ -140,6 +148,13 @@ def depth_passes(layers: int, block: int) -> int:
     gradient and the sources in, and a share of the gradient out for each, which adds up outside this count."""
     sources = [1 + reader // block + (reader % block > 0) for reader in range(2 * layers + 1)]
     return sum(3 * n + 2 for n in sources)
+
+
+def _decays(s: ModelSettings, device: torch.device) -> torch.dtype:
+    """Of the log decays that the decay gate gives the delta rule."""
+    if s.local != "kda" or s.delta_gate != "bounded":
+        return torch.float32
+    return decay_dtype(s.delta_engine, device=device, dtype=DTYPES[s.dtype], head_dim=s.delta_head_dim, bounded=True)
 
 
 def _value_widths(model: LanguageModel) -> list[int]:

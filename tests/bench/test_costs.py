@@ -78,6 +78,8 @@ def test_the_delta_rule_moves_each_tensor_once():
     # Less than the 3.5 GB and 0.35 TFLOP of an implementation that passes states through memory, and not by much.
     assert 2e9 < cost.bytes < 3.5e9
     assert 0.2e12 < cost.flop < 0.35e12
+    half = delta_rule.cost(work(65_536, 4096, [0, 65_536]), 8, 128, BF16, scalar=False, decays=BF16)
+    assert half.bytes == cost.bytes - 3 * gate // 2  # in twice, their gradient out
     scalar = delta_rule.cost(work(65_536, 4096, [0, 65_536]), 8, 128, BF16, scalar=True)
     assert scalar.bytes < cost.bytes and scalar.flop == cost.flop
 

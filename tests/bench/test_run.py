@@ -4,8 +4,10 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
-from dwslm.bench import attention
+from dwslm.bench import attention, projection
+from dwslm.bench.case import Engine
 from dwslm.bench.figures import blank_row
 from dwslm.bench.process import Ended
 from dwslm.bench.request import OPS, Request
@@ -114,6 +116,28 @@ def test_a_failed_engine_is_reported_and_not_timed(tiny_data, tmp_path, monkeypa
     assert row["forward_backward_ms"] is None and row["tflops"] is None and row["gate"]["errors"]["o"]["value"] > 0.009
     assert timed == ["copy", "product"]  # the ceilings, and nothing else
     assert plain["noise"] is None
+
+
+@pytest.mark.parametrize("takes", [{}, {"x": torch.float64}])
+def test_an_engine_is_held_and_timed_with_inputs_in_the_dtypes_that_it_reads(tiny_data, tmp_path, monkeypatch, takes):
+    """Converted inside what is held to the truth, and before what is timed."""
+    seen = set()
+
+    def own(inputs, seg):
+        seen.add(inputs[0].dtype)
+        return (inputs[0] * 1.0,)
+
+    real = projection.cases
+
+    def cases(*arguments):
+        case = real(*arguments)[0]
+        same = dataclasses.replace(case, reference=lambda inputs, cu_seqlens: (inputs[0] * 1.0,), learnt=(True, False))
+        return [dataclasses.replace(same, engines=(Engine("torch", lambda: own, takes=takes),))]
+
+    monkeypatch.setattr(projection, "cases", cases)
+    found = run(tiny_data, tmp_path / "a.json", ops=["projection"], engines=["torch"], tokens=[256])
+    assert [row["status"] for row in found["rows"]] == ["ok"]
+    assert seen == {takes.get("x", torch.float32)}
 
 
 def measure_and_tell(timed):

@@ -87,6 +87,13 @@ def test_products_of_the_loss_are_the_head_at_any_chunk():
         ("triton_red_fused_tanh", "kernel", ["Torch-Compiled Region: 1/0", "_TotalNats"], "head elementwise"),
         ("elementwise_kernel", "kernel", ["aten::mul", "_TotalNatsBackward"], "head elementwise"),
         ("triton_red_fused_add_mean_rsqrt", "kernel", ["CompiledFunction"], "norms and elementwise"),
+        (
+            "triton_tem_fused_flex_attention_backward_4",
+            "kernel",
+            ["triton_tem_fused_flex_attention_backward_4"],
+            "softmax attention",
+        ),
+        ("triton_poi_fused_index_put_0", "kernel", ["triton_poi_fused_index_put_0", "CompiledFunction"], "tables"),
         ("triton_red_fused_embedding_mean", "kernel", ["CompiledFunction"], "tables"),
         ("index_put", "kernel", ["aten::index_put_", BACKWARD.name], "tables"),
         ("multi_tensor_apply", "kernel", ["aten::_foreach_add_"], "copies"),

@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
+from dwslm.bench import step_floor
 from dwslm.bench.step_classes import CLASSES
 from dwslm.bench.step_floor import Floor, depth_passes, floors
 from dwslm.model.lm import LanguageModel, ModelSettings
@@ -87,3 +89,25 @@ def test_projections_in_fp8_by_hand():
     assert found["projections"].flop == 6 * 64 * 3 * 2 * 8 * 32
     assert found["quantisation"].bytes == 64 * 4 * (3 * (32 + 114 + 32 + 32) + 32 + 64 + 32 + 32)
     assert found["mlp up"].fp8_flop == 0
+
+
+def test_what_fused_kernels_keep_off_the_memory(monkeypatch):
+    """Three KDA layers of inner width 32, 64 tokens: log decays of 2 bytes in place of 4, in and out of the gate and their
+    gradient likewise; in and out of the delta rule three times."""
+    s = ModelSettings(layers=4, width=32, heads=2, kv_heads=1, head_dim=16, delta_heads=2, delta_head_dim=16,
+                      delta_gate_rank=8, mlp_hidden=64, depth_block=0, value_embeddings="none", dtype="float32",
+                      projection_precision="fp8_delayed")  # fmt: skip
+    model = LanguageModel(s, vocab_size=128)
+    optimizer = Optimizer(dict(model.named_parameters()), model.roles(), OptimSettings(), lr=0.01)
+    given = model, optimizer, [np.array([0, 64], np.int32)]
+    before = floors(*given, tokens=64, context=64)
+    monkeypatch.setattr(step_floor, "decay_dtype", lambda *a, **k: torch.bfloat16)
+    monkeypatch.setattr(step_floor.delta_gate, "resolve", lambda *a: "fused")
+    after = floors(*given, tokens=64, context=64)
+    decays = 2 * 64 * 3 * 32
+    assert after["norms and elementwise"].bytes == before["norms and elementwise"].bytes - 2 * decays
+    assert after["delta rule"].bytes == before["delta rule"].bytes - 3 * decays
+    # What the gated norm gives is rounded where it is computed.
+    assert after["quantisation"].bytes == before["quantisation"].bytes - 4 * 64 * 3 * 32
+    changed = {"norms and elementwise", "delta rule", "quantisation"}
+    assert all(after[name] == before[name] for name in before.keys() - changed)

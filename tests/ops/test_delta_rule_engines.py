@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from dwslm.ops import choice
-from dwslm.ops.delta_rule import check_name, cudnn, delta_rule, fla, fla_gdn, gated_delta_rule, gpu, resolve
+from dwslm.ops.delta_rule import (
+    check_name,
+    cudnn,
+    decay_dtype,
+    delta_rule,
+    fla,
+    fla_gdn,
+    gated_delta_rule,
+    gpu,
+    resolve,
+)
 from dwslm.ops.segments import segments
 from tests.ops.helpers import boundaries
 
@@ -60,6 +70,25 @@ ALL = (TRITON, *BOTH)
 def test_auto_takes_the_fastest_that_fits(machine, capability, installed, changes, want):
     machine(capability, *installed)
     assert resolve("auto", device=CUDA, **(MAIN | changes)) == want
+
+
+@pytest.mark.parametrize(
+    ("engine", "installed", "changes", "want"),
+    [
+        ("auto", ALL, {}, torch.bfloat16),
+        ("fused", ALL, {}, torch.bfloat16),
+        ("auto", BOTH, {}, torch.float32),  # cuDNN
+        ("cudnn", ALL, {}, torch.float32),
+        ("fla", ALL, {}, torch.float32),
+        ("torch", ALL, {}, torch.float32),
+        ("auto", ALL, {"bounded": False}, torch.float32),
+        ("auto", ALL, {"dtype": torch.float32}, torch.float32),
+    ],
+)
+def test_decays_are_made_in_what_the_engine_reads(machine, engine, installed, changes, want):
+    machine((9, 0), *installed)
+    assert decay_dtype(engine, device=CUDA, **(MAIN | changes)) == want
+    assert decay_dtype("auto", device=CPU, **MAIN) == torch.float32
 
 
 def test_auto_on_a_cpu_is_torch_whatever_is_installed(machine):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dwslm.ops.delta_rule import ENGINES, delta_rule, gated_delta_rule, resolve
+from dwslm.ops.delta_rule import ENGINES, decay_dtype, delta_rule, gated_delta_rule, resolve
 from dwslm.ops.delta_rule.reference import delta_rule_reference
 from dwslm.ops.segments import segments
 from tests.ops.helpers import boundaries, output_and_gradients, relative_error
@@ -105,6 +105,17 @@ def deterministic(monkeypatch):
 def test_engine_meets_float32(engine, gate, tokens):
     cu, inputs, weight, want = case(gate, tokens)
     check(output_and_gradients(runner(engine, cu), inputs, weight), want, gate)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_decays_as_the_model_makes_them(engine, gate):
+    """In the dtype that the engine reads: the truth is that of the decays before they are rounded."""
+    cu, inputs, weight, want = case(gate, 4096)
+    decays = decay_dtype(engine, device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=DIM, bounded=True)
+    q, k, v, g, beta = inputs
+    got = output_and_gradients(runner(engine, cu), [q, k, v, g.to(decays), beta], weight)
+    assert got[4].dtype == decays
+    check(got, want, gate)
 
 
 @pytest.mark.parametrize("gate", ["typical", "uniform"])
