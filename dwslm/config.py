@@ -285,8 +285,11 @@ def branch_config(
 def _changes(
     stored: dict[str, Any], given: dict[str, Any], overrides: Sequence[str], allowed: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """What the command line would change, as {setting: new value} and, where that is not allowed, as words."""
-    mine, asked = flatten(stored), flatten(given)
+    """What the command line would change, as {setting: new value} and, where that is not allowed, as words.
+
+    A setting that is younger than the stored configuration has its default there.
+    """
+    mine, asked = flatten(to_plain(from_plain(stored))), flatten(given)
     names = [override.split("=", 1)[0].lstrip("+~") for override in overrides]
     grouped = any(name not in asked and not any(key.startswith(f"{name}.") for key in asked) for name in names)
     changed: dict[str, Any] = {}
@@ -333,7 +336,10 @@ def explain(error: BaseException, wanted: str = "experiment") -> str:
     word = getattr(error, "override", None)
     if isinstance(error, OverrideParseException) and isinstance(word, str) and "=" not in word:
         return f"{word} is not name=value: did you mean {wanted}={word.lstrip('+~')}?"
-    known = list(flatten(dataclasses.asdict(RunConfig()))) + list(flatten(dataclasses.asdict(ScoreConfig())))
+    own, others = (list(flatten(dataclasses.asdict(made))) for made in (RunConfig(), ScoreConfig()))
+    program = "eval.py"
+    if wanted == "checkpoint":
+        own, others, program = others, own, "train.py"
     text = str(error)
     cause = error.__cause__
     if cause is not None and str(cause) and str(cause) not in text:
@@ -349,7 +355,9 @@ def explain(error: BaseException, wanted: str = "experiment") -> str:
                 return f"{name}: a dictionary is given with a plus, +{name}={{key:value}}"
             if wanted == "checkpoint" and name in ("experiment", "test"):
                 return f"{name} is a setting of train.py: eval.py takes checkpoint=RUN"
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            if name in others and name not in own:
+                return f"{name} is a setting of {program}; see docs/settings.md"
+            near = difflib.get_close_matches(name, own, n=1, cutoff=0.6)
             return f"unknown setting {name}" + (f": did you mean {near[0]}?" if near else "; see docs/settings.md")
     line = line.replace("is incompatible with type hint 'Union[int, str]'", "could not be converted to Integer")
     fraction = re.search(r"Value '([^']+)' of type 'float' could not be converted to Integer", line)

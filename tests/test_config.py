@@ -141,6 +141,17 @@ def test_a_resume_takes_what_it_may_and_refuses_the_rest_with_both_values():
         resume_config(stored, to_plain(composed("experiment=main")), ["resume=x", "experiment=main"])
 
 
+def test_a_setting_younger_than_the_run_has_its_default_there():
+    stored = to_plain(composed("experiment=demo"))
+    del stored["model"]["projection_precision"]
+    asked = replace(RunConfig(), resume="x")
+    asked.model.projection_precision = "fp8_delayed"
+    with pytest.raises(ValueError, match=r"projection_precision \('model' there, 'fp8_delayed' here\)"):
+        resume_config(stored, to_plain(asked), ["model.projection_precision=fp8_delayed"])
+    asked.model.projection_precision = "model"
+    assert resume_config(stored, to_plain(asked), ["model.projection_precision=model"])[1] == {}
+
+
 def test_the_hash_ignores_where_things_lie_and_nothing_else():
     config = composed("experiment=demo")
     assert config_hash(config) == config_hash(replace(config, runs_dir="elsewhere", dry_run=True))

@@ -92,7 +92,7 @@ class Steps:
     @property
     def source(self) -> str:
         """Command, commits (shortened) and device, as one line; the whole commands stand in the setup."""
-        commits = ", ".join(unique(short_commit(str(piece.get("commit") or "unknown")) for piece in self.pieces))
+        commits = ", ".join(unique(short_commit(build.commit) for build in self.builds))
         return f"dwslm bench step · commit {commits} · {self.device}"
 
     def as_json(self) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from dwslm.data.packing import RowStream
 from dwslm.model.attention import Attention
 from dwslm.model.delta import DeltaAttention
 from dwslm.model.lm import DTYPES, LanguageModel
+from dwslm.model.mlp import MLP
+from dwslm.model.projection import Projection
 from dwslm.ops import delta_rule, short_conv
 from dwslm.ops.loss_head.compiled import CHUNK_BYTES
 from dwslm.optim.groups import memory_bytes
@@ -127,8 +129,18 @@ def estimate(model: LanguageModel, optimizer: Optimizer, tokens: int) -> dict[st
         **{f"optimizer: {kind}": size for kind, size in held.items()},
         f"activations of {tokens:,} tokens, compiled": activations,
         **gaps,
+        **_float8_weights(model),
         "loss head (a chunk of logits and its gradient)": 2 * logits + 4 * model.head.weight.numel(),
     }
+
+
+def _float8_weights(model: LanguageModel) -> dict[str, int]:
+    """What products in FP8 with delayed scales keep of their weights for the backward pass, a byte each: transposed."""
+    kept = 0
+    for part in model.modules():
+        if isinstance(part, MLP | Projection) and part.precision == "fp8_delayed":
+            kept += sum(p.numel() for p in part.parameters())
+    return {"float8 weights, transposed": kept} if kept else {}
 
 
 def activation_bytes(model: LanguageModel, *, shifted: bool, own_delta: bool) -> int:

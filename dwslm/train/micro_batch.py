@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 SHARE = 0.9
 """Of a GPU's memory that counted bytes may fill. The rest is for what nobody counts: scoring, the context of CUDA, kernels'
-scratch, gaps between allocations (but for those of attention residuals, see `dry_run.GAPS`). Measured peaks lay within 6 % of the
+scratch, gaps between allocations (but for those of attention residuals, see `dry_run.GAPS`). Measured peaks lay within 7 % of the
 count (docs/training.md)."""
 MOST_TOKENS = 131_072
 """Larger ones have little left to gain: a prototype's step gained 1.8 % from 65,536 to 131,072 tokens on an H200."""

@@ -350,6 +350,7 @@ def test_a_run_too_large_for_the_cpu_that_it_found_is_refused_unless_it_is_meant
 
 @pytest.mark.parametrize(("words", "expected"), [
     (["train.py", "--experiment=main"], "--experiment=main: settings have no dashes: experiment=main"),
+    (["eval.py", "checkpoint=443b1a", "model.layers=3"], "model.layers is a setting of train.py; see docs/settings.md"),
     (["eval.py", "443b1a"], "443b1a is not name=value: did you mean checkpoint=443b1a?"),
     (["eval.py", "experiment=main"], "experiment is a setting of train.py: eval.py takes checkpoint=RUN"),
 ])  # fmt: skip

@@ -60,6 +60,7 @@ def test_pieces_are_joined_and_the_later_measurement_counts(tmp_path):
     assert joined["builds"][1]["commit"] == "a" * 40
     again = bench_step.join([paths[2]])  # what was joined is a piece itself
     assert {build.name: build.commit for build in again.builds} == {"main": "b" * 40, "plain": "a" * 40}
+    assert again.source == steps.source == f"dwslm bench step · commit {'b' * 12}, {'a' * 12} · NVIDIA H200"
 
 
 def days(*numbers):
