@@ -115,7 +115,7 @@ class DeltaAttention(nn.Module):
         return out(gated_norm(*gated, self.gate_engine))
 
     def gates(self, f: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Log decay, float32 and at most 0, and beta, float32 [T, heads] from logits [T, heads].
+        """Log decay, at most 0, in the dtype that the engine reads, and beta, float32 [T, heads] from logits [T, heads].
 
         The decay is [T, heads, head_dim] from f [T, heads * head_dim] (KDA), or [T, heads] from as many (GDN).
         """
