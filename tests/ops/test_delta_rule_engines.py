@@ -250,6 +250,12 @@ def stood_in(request, monkeypatch):
     return call, module, [q, k, v, g, torch.rand(TOKENS, HEADS)], scale
 
 
+def test_log_decays_of_another_dtype_are_refused(stood_in):
+    call, _, (q, k, v, g, beta), _ = stood_in
+    with pytest.raises(ValueError, match="reads float32 log decays, not bfloat16"):
+        call(boundaries([0, 96]), q, k, v, g.bfloat16(), beta)
+
+
 def test_each_gradient_reaches_its_input_eager_and_compiled(stood_in):
     call, _, inputs, scale = stood_in
     # As after a fused projection and a broadcast: none of them contiguous.

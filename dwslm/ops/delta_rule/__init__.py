@@ -90,7 +90,7 @@ def delta_rule(
         [T, heads, value_dim] in v's dtype.
 
     Raises:
-        ValueError: as `resolve` does.
+        ValueError: as `resolve` does, and for log decays that the engine does not read.
     """
     name = resolve(engine, device=v.device, dtype=v.dtype, head_dim=q.shape[-1], bounded=bounded)
     return _run(name, q, k, v, g, beta, segments, scale)
@@ -127,4 +127,8 @@ def _run(
         return delta_rule_chunked(q, k, v, g, beta, segments, scale=scale)
     from dwslm.ops.delta_rule import gpu
 
+    if name != "fused" and g.dtype != torch.float32:
+        raise ValueError(
+            f"delta-rule engine {name!r} reads float32 log decays, not {str(g.dtype).removeprefix('torch.')}"
+        )
     return gpu.ENGINES[name].run(q, k, v, g, beta, segments, scale=scale)
