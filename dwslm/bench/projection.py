@@ -10,7 +10,7 @@ from dwslm.bench.case import Case, Cost, Engine, Run, Shape
 from dwslm.bench.keep_first import KeepFirst
 from dwslm.bench.work import Work
 from dwslm.ops.fp8 import PEAKS, delayed_linear, new_peaks
-from dwslm.ops.fp8.product import MULTIPLE
+from dwslm.ops.fp8.product import filled
 from dwslm.ops.fp8.reference import linear_reference
 from dwslm.ops.segments import Segments
 
@@ -30,11 +30,6 @@ def cases(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Case]:
 
 
 def _case(k: int, rows: int, dtype: torch.dtype, device: torch.device) -> Case:
-    spare = -rows % MULTIPLE
-
-    def padded(weight: Tensor) -> Tensor:
-        return F.pad(weight, (0, 0, 0, spare)) if spare else weight
-
     def draw(tokens: int, kind: str, generator: torch.Generator) -> list[Tensor]:
         x, weight = (
             torch.randn(n, k, device=generator.device, generator=generator) * scale
@@ -44,11 +39,11 @@ def _case(k: int, rows: int, dtype: torch.dtype, device: torch.device) -> Case:
 
     def reference(inputs: Sequence[Tensor], cu_seqlens: Tensor) -> tuple[Tensor, ...]:
         x, weight = inputs
-        return (linear_reference(x, padded(weight)),)
+        return (linear_reference(x, filled(weight)),)
 
     def plain(inputs: Sequence[Tensor], segments: Segments) -> tuple[Tensor, ...]:
         x, weight = inputs
-        return (F.linear(x, padded(weight)),)
+        return (F.linear(x, filled(weight)),)
 
     def delayed() -> Run:
         peaks = new_peaks(len(PEAKS), device)

@@ -131,9 +131,8 @@ def floors(
     quantised = s.layers * (of_width * s.width + of_hidden * s.mlp_hidden)
     quantised += DELAYED_BYTES * sum(sum(part.weight.shape) for part in in_fp8)
     if in_fp8 and s.local == "kda" and delta_gate.resolve(s.gate_engine, optimizer.device, s.delta_head_dim) == "fused":
-        quantised -= (
-            DELAYED_BYTES * linear * inner
-        )  # what the gated norm gives: rounded where it is computed, and counted there
+        # What the gated norm gives: rounded where it is computed, and counted there.
+        quantised -= DELAYED_BYTES * linear * inner
     if quantised:
         found["quantisation"] = Floor(bytes=float(total * quantised))
     if s.depth_block:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dwslm.model.peaks import KeepsPeaks
 from dwslm.ops.fp8 import PEAKS, delayed_linear
+from dwslm.ops.fp8.product import filled
 from dwslm.ops.norm import rms_norm
 from dwslm.ops.scaled_product import scaled_product
 
@@ -57,9 +58,7 @@ class Projection(KeepsPeaks):
         """[T, in_features] to [T, sum of rows, and columns of zeros up to `align`]."""
         if self.precision != "model":
             return delayed_linear(x, self.weight, self.peaks, self.factor)
-        spare = -len(self.weight) % self.align
-        weight = F.pad(self.weight, (0, 0, 0, spare)) if spare else self.weight
-        return scaled_product(x, weight, self.factor)
+        return scaled_product(x, filled(self.weight, self.align), self.factor)
 
 
 class Table(nn.Module):

@@ -185,8 +185,7 @@ def activation_bytes(model: LanguageModel, *, shifted: bool, own_delta: bool) ->
             kept -= normed
         if s.projection_precision == "fp8_delayed":
             per_token += s.width + inner  # inputs of both projections
-            kept -= (
-                normed if isinstance(mixer, Attention) else normed + inner
-            )  # softmax attention wants its output itself
+            # Softmax attention wants its output itself.
+            kept -= normed if isinstance(mixer, Attention) else normed + inner
         per_token += element * kept
     return per_token

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dwslm.ops.fp8 import quantize
-from dwslm.ops.fp8.product import filled, misfit, product
+from dwslm.ops.fp8.product import filled, first_rows, misfit, product
 
 PEAKS = ("x", "weight", "dy")
 """What is scaled, in the order of the state (`new_peaks(len(PEAKS))`)."""
@@ -98,4 +98,4 @@ def delayed_linear(x: Tensor, weight: Tensor, peaks: Tensor | None, factor: floa
         y: Tensor = Delayed.apply(whole, weight, peaks, math.sqrt(factor))
     else:
         y = product(*quantize.rows(whole, False, factor), *quantize.rows(filled(weight), False), x.dtype, True)
-    return y if len(y) == len(x) else y[: len(x)]
+    return first_rows(y, len(x))

@@ -9,10 +9,15 @@ MULTIPLE = 16
 """Every side of a product is a multiple of this."""
 
 
-def filled(x: Tensor) -> Tensor:
-    """[n, k] with rows of zeros up to a multiple of `MULTIPLE`; x itself where none is missing."""
-    spare = -len(x) % MULTIPLE
+def filled(x: Tensor, multiple: int = MULTIPLE) -> Tensor:
+    """[n, k] with rows of zeros up to a multiple; x itself where none is missing."""
+    spare = -len(x) % multiple
     return F.pad(x, (0, 0, 0, spare)) if spare else x
+
+
+def first_rows(y: Tensor, count: int) -> Tensor:
+    """Without what `filled` has added; y itself where that is nothing, since a view of all has a derivative that copies."""
+    return y if len(y) == count else y[:count]
 
 
 @torch.library.custom_op("dwslm::fp8_product", mutates_args=())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dwslm.ops.fp8 import quantize
-from dwslm.ops.fp8.product import filled, misfit, product
+from dwslm.ops.fp8.product import filled, first_rows, misfit, product
 from dwslm.ops.scaled_product import scaled_matmul
 
 PEAKS = ("x", "up", "down", "a", "dy", "dh")
@@ -88,7 +88,7 @@ def fp8_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None, factor: f
     """`squared_relu_mlp` with one scale per row; `peaks` is not used."""
     check(x, up)
     y: Tensor = Rows.apply(filled(x.contiguous()), up, down, factor)
-    return y if len(y) == len(x) else y[: len(x)]
+    return first_rows(y, len(x))
 
 
 def fp8_delayed_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None, factor: float) -> Tensor:
@@ -104,4 +104,4 @@ def fp8_delayed_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None, f
         y: Tensor = Delayed.apply(whole, up, down, peaks, factor)
     else:
         y = rows_forward(whole, up, down, factor)[0]
-    return y if len(y) == len(x) else y[: len(x)]
+    return first_rows(y, len(x))
