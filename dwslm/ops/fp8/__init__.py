@@ -6,10 +6,22 @@
 import torch
 
 from dwslm.ops.fp8 import product
-from dwslm.ops.fp8.linear import PEAKS, SETTING, delayed_linear
+from dwslm.ops.fp8.linear import PEAKS, SETTING, delayed_linear, rounding
 from dwslm.ops.fp8.peaks import new_peaks, remember
+from dwslm.ops.fp8.rounded import Operand, Rounded, Rounding
 
-__all__ = ["PEAKS", "PRECISIONS", "delayed_linear", "misfit", "new_peaks", "remember"]
+__all__ = [
+    "PEAKS",
+    "PRECISIONS",
+    "Operand",
+    "Rounded",
+    "Rounding",
+    "delayed_linear",
+    "misfit",
+    "new_peaks",
+    "remember",
+    "rounding",
+]
 
 PRECISIONS = ("model", "fp8_delayed")
 

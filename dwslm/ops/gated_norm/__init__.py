@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dwslm.ops.delta_gate import check_name, resolve
-from dwslm.ops.fp8 import delayed_linear
+from dwslm.ops.fp8 import delayed_linear, rounding
 from dwslm.ops.fp8.product import MULTIPLE
 from dwslm.ops.norm import rms_norm
 
@@ -56,8 +56,9 @@ def gated_norm_linear(
         ValueError: as the two do.
     """
     fused = bias is not None and torch.is_grad_enabled() and resolve(engine, o.device, o.shape[-1]) == "fused"
-    if bias is not None and fused and len(o) % MULTIPLE == 0:
-        from dwslm.ops.gated_norm.rounded import gated_norm_linear_fused
+    if bias is not None and peaks is not None and fused and len(o) % MULTIPLE == 0:
+        from dwslm.ops.gated_norm.rounded import gated_norm_rounded
 
-        return gated_norm_linear_fused(o, gate, gain, bias, eps, weight, peaks, factor)
+        x = gated_norm_rounded(o, gate, gain, bias, eps, rounding(peaks, factor))
+        return delayed_linear(x, weight, peaks, factor)
     return delayed_linear(gated_norm(o, gate, gain, bias, eps, engine), weight, peaks, factor)

@@ -1,4 +1,4 @@
-"""`gated_norm` before a linear map in FP8 with delayed scales: the gated output is rounded where it is computed.
+"""`gated_norm` before a product in FP8 with delayed scales: the gated output is rounded where it is computed.
 
 One Triton kernel reads o and gate and writes float8 as it is and transposed, 6 bytes a value and 402 MB of 65,536 tokens by 1,024
 channels; apart, what is gated is written and read once more, 670 MB. It is rounded once, out of float32. A program has one head's
@@ -6,7 +6,6 @@ tokens, so its tile is one that `fp8_both` would have. Backward is that of both,
 gated.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from dwslm.ops.fp8 import shapes
 from dwslm.ops.fp8.kernels import BOTH_WARPS, DELAYED_TO_SCALE, TINY, _load_rows, _round_four_rows, _scaled
-from dwslm.ops.fp8.linear import Rounded, X, check, differentiate, multiply
+from dwslm.ops.fp8.rounded import Rounded, Rounding, hand_on
 from dwslm.ops.gated_norm.fused import _backward, _sigmoid
 
 TOKENS = 128  # of a program
@@ -112,7 +111,7 @@ def _shapes(
     return q, q_t, scale, peaks.new_empty(triton.cdiv(o.shape[0], TOKENS) * o.shape[1])
 
 
-class GatedNormLinear(torch.autograd.Function):
+class GatedNormRounded(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -120,32 +119,23 @@ class GatedNormLinear(torch.autograd.Function):
         gate: Tensor,
         gain: Tensor,
         bias: Tensor,
-        weight: Tensor,
-        peaks: Tensor,
         eps: float,
-        root: float,
-    ) -> Tensor:
-        x = Rounded(*rounded(o, gate, gain, bias, eps, peaks, X, root))
-        y, kept = multiply(x, weight, peaks, root)
-        ctx.save_for_backward(o, gate, gain, bias, *kept)
-        ctx.rows, ctx.eps, ctx.root = len(weight), eps, root
-        return y
+        peaks: Tensor,
+        index: int,
+        factor: float,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(o, gate, gain, bias)
+        ctx.eps = eps
+        return hand_on(ctx, gate, rounded(o, gate, gain, bias, eps, peaks, index, factor))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        o, gate, gain, bias, *kept = ctx.saved_tensors
-        dx, dweight, seen = differentiate(kept, dy, ctx.rows, ctx.root)
-        do, dgate, sums = _backward(dx, o, gate, gain, bias, ctx.eps)
+    def backward(ctx: Any, dx: Tensor, *rest: None) -> tuple[Tensor | None, ...]:
+        o, gate, gain, bias = ctx.saved_tensors
+        do, dgate, sums = _backward(dx.contiguous(), o, gate, gain, bias, ctx.eps)
         channels = bias.shape[0]
-        return do, dgate, sums[channels:], sums[:channels], dweight, seen, None, None
+        return do, dgate, sums[channels:], sums[:channels], None, None, None, None
 
 
-def gated_norm_linear_fused(
-    o: Tensor, gate: Tensor, gain: Tensor, bias: Tensor, eps: float, weight: Tensor, peaks: Tensor | None, factor: float
-) -> Tensor:
-    """See `gated_norm_linear`, with gradients."""
-    check(gate, peaks)
-    y: Tensor = GatedNormLinear.apply(
-        o.contiguous(), gate.contiguous(), gain, bias, weight, peaks, eps, math.sqrt(factor)
-    )
-    return y
+def gated_norm_rounded(o: Tensor, gate: Tensor, gain: Tensor, bias: Tensor, eps: float, how: Rounding) -> Rounded:
+    """`gated_norm` as `how` says; T a multiple of 16, with gradients."""
+    return Rounded(*GatedNormRounded.apply(o.contiguous(), gate.contiguous(), gain, bias, eps, *how))

@@ -4,16 +4,15 @@ import torch
 from torch import Tensor
 
 from dwslm.ops import choice
-from dwslm.ops.fp8 import product
+from dwslm.ops.fp8 import Operand, product
 from dwslm.ops.mlp import fit, fp8
-from dwslm.ops.mlp.fp8 import PEAKS, fp8_delayed_mlp, fp8_mlp
+from dwslm.ops.mlp.fp8 import PEAKS, fp8_delayed_mlp, fp8_mlp, rounding
 from dwslm.ops.mlp.plain import plain_mlp
 
-__all__ = ["ENGINES", "PEAKS", "PRECISIONS", "check_name", "misfit", "resolve", "squared_relu_mlp"]
+__all__ = ["ENGINES", "PEAKS", "PRECISIONS", "check_name", "misfit", "resolve", "rounding", "squared_relu_mlp"]
 
 ENGINES = choice.ENGINES
-FLOAT8 = {"fp8": fp8_mlp, "fp8_delayed": fp8_delayed_mlp}
-PRECISIONS = ("model", *FLOAT8)
+PRECISIONS = ("model", "fp8", "fp8_delayed")
 
 resolve = fit.resolve
 
@@ -29,7 +28,7 @@ def misfit(precision: str, device: torch.device, dtype: torch.dtype, width: int,
 
 
 def squared_relu_mlp(
-    x: Tensor,
+    x: Operand,
     up: Tensor,
     down: Tensor,
     precision: str = "model",
@@ -40,7 +39,7 @@ def squared_relu_mlp(
     """The layer over T tokens, times `factor`.
 
     Args:
-        x: [T, width].
+        x: [T, width]; for `fp8_delayed` with gradients it may come rounded, as `rounding` says.
         up: [hidden, width]; down: [width, hidden].
         precision: `model` multiplies in x's dtype. `fp8` runs the two products forward and the two of the input gradients in
             float8_e4m3 with one scale per row, `fp8_delayed` all six with one scale per tensor, from the micro-batch before.
@@ -59,8 +58,11 @@ def squared_relu_mlp(
     """
     if precision not in PRECISIONS:
         raise ValueError(f"unknown MLP precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
-    if precision in FLOAT8:
-        return FLOAT8[precision](x, up, down, peaks, factor)
+    if precision == "fp8_delayed":
+        return fp8_delayed_mlp(x, up, down, peaks, factor)
+    assert isinstance(x, Tensor), "other precisions round for themselves"
+    if precision == "fp8":
+        return fp8_mlp(x, up, down, peaks, factor)
     if resolve(engine, x.device, x.dtype, x.shape[0], x.shape[1], up.shape[0]) == "fused":
         from dwslm.ops.mlp.fused import fused_mlp  # Triton is there on GPU machines only
 

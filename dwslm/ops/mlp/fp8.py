@@ -13,11 +13,14 @@ dtype. `rows`: in those of relu(h)^2 and dy, and in the product for down's gradi
 it into the output and down's gradient, and in that of dh, which takes it into the gradients of x and up.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dwslm.ops.fp8 import quantize
 from dwslm.ops.fp8.product import filled, first_rows, misfit, product
+from dwslm.ops.fp8.rounded import Operand, Rounded, Rounding, rounded
 from dwslm.ops.scaled_product import scaled_matmul
 
 PEAKS = ("x", "up", "down", "a", "dy", "dh")
@@ -52,21 +55,33 @@ class Rows(torch.autograd.Function):
 
 
 class Delayed(torch.autograd.Function):
+    """Fields of `Rounded`, both weights, peaks and the factor."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, up: Tensor, down: Tensor, peaks: Tensor, factor: float) -> Tensor:  # type: ignore[no-untyped-def]
-        x8, x8_t, x_scale, x_seen = quantize.both(x, None, False, peaks, X)
+    def forward(
+        ctx: Any,
+        path: Tensor,
+        x8: Tensor,
+        x8_t: Tensor,
+        x_scale: Tensor,
+        x_seen: Tensor,
+        up: Tensor,
+        down: Tensor,
+        peaks: Tensor,
+        factor: float,
+    ) -> Tensor:
         up8, up8_t, up_scale, up_seen = quantize.both(up, None, False, peaks, UP)
         down8, down8_t, down_scale, down_seen = quantize.both(down, None, False, peaks, DOWN)
-        h = product(x8, x_scale, up8, up_scale, x.dtype, True)
+        h = product(x8, x_scale, up8, up_scale, up.dtype, True)
         a8, a8_t, a_scale, a_seen = quantize.both(h, None, True, peaks, A, factor)
-        y = product(a8, a_scale, down8, down_scale, x.dtype, True)
+        y = product(a8, a_scale, down8, down_scale, up.dtype, True)
         scales, seen = (x_scale, up_scale, down_scale, a_scale), (x_seen, up_seen, down_seen, a_seen)
         ctx.save_for_backward(h, x8_t, up8_t, down8_t, a8_t, peaks, *scales, *seen)
         ctx.factor = factor
         return y
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, x8_t, up8_t, down8_t, a8_t, peaks, x_scale, up_scale, down_scale, a_scale, *seen = ctx.saved_tensors
         dy8, dy8_t, dy_scale, dy_seen = quantize.both(dy.contiguous(), None, False, peaks, DY)
         da = product(dy8, dy_scale, down8_t, down_scale, h.dtype, True)
@@ -75,7 +90,12 @@ class Delayed(torch.autograd.Function):
         ddown = product(dy8_t, dy_scale, a8_t, a_scale, dy.dtype, False)
         dup = product(dh8_t, dh_scale, x8_t, x_scale, dy.dtype, False)
         dx = product(dh8, dh_scale, up8_t, up_scale, dy.dtype, True)
-        return dx, dup, ddown, quantize.largest([*seen, dy_seen, dh_seen]), None
+        return dx, None, None, None, None, dup, ddown, quantize.largest([*seen, dy_seen, dh_seen]), None
+
+
+def rounding(peaks: Tensor) -> Rounding:
+    """How `fp8_delayed_mlp` wants its input."""
+    return Rounding(peaks, X, 1.0)
 
 
 def check(x: Tensor, up: Tensor) -> None:
@@ -91,17 +111,21 @@ def fp8_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None, factor: f
     return first_rows(y, len(x))
 
 
-def fp8_delayed_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None, factor: float) -> Tensor:
+def fp8_delayed_mlp(x: Operand, up: Tensor, down: Tensor, peaks: Tensor | None, factor: float) -> Tensor:
     """`squared_relu_mlp` with delayed scales. Without gradients it takes one scale per row instead.
 
     A score must not move the state of training, nor depend on it or on what else is in the batch.
     """
-    check(x, up)
-    if peaks is None and torch.is_grad_enabled():
-        raise ValueError("MLP precision 'fp8_delayed' keeps the peaks of its tensors: give it `new_peaks(len(PEAKS))`")
-    whole = filled(x.contiguous())
+    like = x.path if isinstance(x, Rounded) else x
+    check(like, up)
     if torch.is_grad_enabled():
-        y: Tensor = Delayed.apply(whole, up, down, peaks, factor)
+        if peaks is None:
+            raise ValueError(
+                "MLP precision 'fp8_delayed' keeps the peaks of its tensors: give it `new_peaks(len(PEAKS))`"
+            )
+        whole = x if isinstance(x, Rounded) else filled(x.contiguous())
+        y: Tensor = Delayed.apply(*rounded(whole, rounding(peaks)), up, down, peaks, factor)
     else:
-        y = rows_forward(whole, up, down, factor)[0]
-    return first_rows(y, len(x))
+        assert isinstance(x, Tensor), "what is rounded with a delayed scale is for training"
+        y = rows_forward(filled(x.contiguous()), up, down, factor)[0]
+    return first_rows(y, len(like))
