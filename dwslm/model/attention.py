@@ -7,6 +7,7 @@ from dwslm.model.projection import OutputBlock, Projection
 from dwslm.model.rotary import Rotary
 from dwslm.model.value_embedding import ValueEmbedding
 from dwslm.ops.attention import attention
+from dwslm.ops.fp8 import Operand
 from dwslm.ops.qk_norm_rope import qk_norm_rope
 from dwslm.ops.segments import Segments
 
@@ -52,7 +53,7 @@ class Attention(nn.Module):
         inner = heads * head_dim
         self.output = Projection(inner, OutputBlock("", width), dtype=dtype, precision=precision, factor=factor)
 
-    def forward(self, x: Tensor, tokens: Tensor, segments: Segments, rotary: Rotary) -> Tensor:
+    def forward(self, x: Operand, tokens: Tensor, segments: Segments, rotary: Rotary) -> Tensor:
         """[T, width] to [T, width]."""
         cos, sin, heads, kv_heads = rotary.cos, rotary.sin, self.heads, self.kv_heads
         q, k, more = qk_norm_rope(self.input(x), cos, sin, heads, kv_heads, eps=self.eps, engine=self.qk_norm_engine)

@@ -15,8 +15,9 @@ from dwslm.model.delta import DeltaAttention
 from dwslm.model.mlp import MLP
 from dwslm.model.projection import Norm
 from dwslm.model.rotary import Rotary
-from dwslm.ops.add_norm import add_norm, last_norm
+from dwslm.ops.add_norm import add_norm, add_norm_rounded, last_norm
 from dwslm.ops.depth_mix import depth_mix, inverse_rms
+from dwslm.ops.fp8 import Operand, Rounding
 from dwslm.ops.segments import Segments
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class DepthQuery(nn.Module):
 
 
 # Streams are values: `read` and `add` give a new one; `last` is for the final reader. A compiler follows that exactly, which
-# cannot be said of attributes that change.
+# cannot be said of attributes that change. `read` is told how the reader's product rounds its input, if it does: a stream that
+# can then hands it out rounded.
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,14 @@ class PlainStream:
     engine: str
     pending: Tensor | None = None
 
-    def read(self, query: DepthQuery | None, norm: Norm) -> tuple[Tensor, "PlainStream"]:
-        x, normed = add_norm(self.x, self.pending, norm.gain, norm.eps, self.engine)
+    def read(
+        self, query: DepthQuery | None, norm: Norm, rounding: Rounding | None = None
+    ) -> tuple[Operand, "PlainStream"]:
+        normed: Operand
+        if rounding is None:
+            x, normed = add_norm(self.x, self.pending, norm.gain, norm.eps, self.engine)
+        else:
+            x, normed = add_norm_rounded(self.x, self.pending, norm.gain, norm.eps, rounding, self.engine)
         return normed, replace(self, x=x, pending=None)
 
     def last(self, query: DepthQuery | None, norm: Norm) -> Tensor:
@@ -86,7 +94,9 @@ class DepthStream:
         blocks, inverse = (*self.blocks, block), (*self.inverse, inverse_rms(block, self.eps))
         return replace(self, blocks=blocks, inverse=inverse, partial=None)
 
-    def read(self, query: DepthQuery | None, norm: Norm) -> tuple[Tensor, "DepthStream"]:
+    def read(
+        self, query: DepthQuery | None, norm: Norm, rounding: Rounding | None = None
+    ) -> tuple[Tensor, "DepthStream"]:
         assert query is not None
         sources, inverse = list(self.blocks), list(self.inverse)
         if self.partial is not None:
@@ -129,7 +139,9 @@ class FusedDepthStream:
     def with_block(self, block: Tensor) -> "FusedDepthStream":
         return self._close(None, block)
 
-    def read(self, query: DepthQuery | None, norm: Norm) -> tuple[Tensor, "FusedDepthStream"]:
+    def read(
+        self, query: DepthQuery | None, norm: Norm, rounding: Rounding | None = None
+    ) -> tuple[Tensor, "FusedDepthStream"]:
         from dwslm.ops.depth_mix.fused import read  # Triton is there on GPU machines only
 
         # A reader's number is that of the sublayers before it.
@@ -178,10 +190,10 @@ class Block(nn.Module):
 
     def forward(self, stream: Stream, tokens: Tensor, segments: Segments, rotary: Rotary) -> Stream:
         """Reads the stream twice and adds to it twice."""
-        x, stream = stream.read(self.mixer_query, self.mixer_norm)
+        x, stream = stream.read(self.mixer_query, self.mixer_norm, self.mixer.input.rounding())
         if isinstance(self.mixer, Attention):
             y = self.mixer(x, tokens, segments, rotary)
         else:
             y = self.mixer(x, tokens, segments)
-        x, stream = stream.add(y).read(self.mlp_query, self.mlp_norm)
+        x, stream = stream.add(y).read(self.mlp_query, self.mlp_norm, self.mlp.rounding())
         return stream.add(self.mlp(x))

@@ -17,6 +17,7 @@ from dwslm.model.projection import OutputBlock, Projection
 from dwslm.model.value_embedding import ValueEmbedding
 from dwslm.ops.delta_gate import delta_gate
 from dwslm.ops.delta_rule import decay_dtype, delta_rule, gated_delta_rule
+from dwslm.ops.fp8 import Operand
 from dwslm.ops.gated_norm import gated_norm, gated_norm_linear
 from dwslm.ops.segments import Segments
 from dwslm.ops.short_conv import short_conv
@@ -84,7 +85,7 @@ class DeltaAttention(nn.Module):
         self.value_embedding = value_embedding
         self.output = Projection(inner, OutputBlock("", width), dtype=dtype, precision=precision, factor=factor)
 
-    def forward(self, x: Tensor, tokens: Tensor, segments: Segments) -> Tensor:
+    def forward(self, x: Operand, tokens: Tensor, segments: Segments) -> Tensor:
         """[T, width] to [T, width]."""
         q, k, v, rest = short_conv(self.input(x), self.conv, segments, self.heads, self.conv_engine)
         others = self.input.rows[3:]

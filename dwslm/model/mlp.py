@@ -5,6 +5,8 @@ from torch import Tensor
 
 from dwslm.model.peaks import KeepsPeaks
 from dwslm.model.projection import OutputBlock, Projection
+from dwslm.ops import mlp
+from dwslm.ops.fp8 import Operand, Rounding
 from dwslm.ops.mlp import PEAKS, squared_relu_mlp
 
 
@@ -21,7 +23,11 @@ class MLP(KeepsPeaks):
         self.down = Projection(hidden, OutputBlock("", width), dtype=dtype)
         self.keep_peaks(len(PEAKS) if precision == "fp8_delayed" else 0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def rounding(self) -> Rounding | None:
+        """How x may come rounded; None where it may not."""
+        return None if self.peaks is None else mlp.rounding(self.peaks)
+
+    def forward(self, x: Operand) -> Tensor:
         """[T, width] to [T, width]."""
         return squared_relu_mlp(
             x, self.up.weight, self.down.weight, self.precision, self.peaks, self.factor, self.engine

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dwslm.model.peaks import KeepsPeaks
-from dwslm.ops.fp8 import PEAKS, delayed_linear
+from dwslm.ops import fp8
+from dwslm.ops.fp8 import PEAKS, Operand, Rounding, delayed_linear
 from dwslm.ops.fp8.product import filled
 from dwslm.ops.norm import rms_norm
 from dwslm.ops.scaled_product import scaled_product
@@ -54,10 +55,15 @@ class Projection(KeepsPeaks):
         self.precision, self.factor, self.align = precision, factor, align
         self.keep_peaks(0 if precision == "model" else len(PEAKS))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def rounding(self) -> Rounding | None:
+        """How x may come rounded; None where it may not."""
+        return None if self.peaks is None else fp8.rounding(self.peaks, self.factor)
+
+    def forward(self, x: Operand) -> Tensor:
         """[T, in_features] to [T, sum of rows, and columns of zeros up to `align`]."""
         if self.precision != "model":
             return delayed_linear(x, self.weight, self.peaks, self.factor)
+        assert isinstance(x, Tensor), "rounded for nobody"
         return scaled_product(x, filled(self.weight, self.align), self.factor)
 
 
