@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dwslm.ops.fp8 import PEAKS, delayed_linear, misfit, new_peaks, remember
+from dwslm.ops.fp8 import PEAKS, delayed_linear, misfit, new_peaks, remember, rounding
 from dwslm.ops.fp8.formats import FP8_MAX, MARGIN
 from dwslm.ops.fp8.reference import linear_reference
+from dwslm.ops.fp8.rounded import rounded
 from tests.ops.helpers import output_and_gradients, relative_error
 
 FACTORS = [1.0, 0.4]
@@ -102,6 +103,25 @@ def test_peaks_are_those_of_the_micro_batch_before(compiled):
         name: tensor.abs().max().item() for name, tensor in (("x", x), ("weight", weight), ("dy", dy))
     }
     assert peaks.grad is None
+
+
+def test_an_input_that_comes_rounded_gives_the_same_bits():
+    """Its gradient takes the way of its path, which nobody reads; without gradients no such input is taken."""
+    inputs, dy = draw()
+    peaks = new_peaks(len(PEAKS))
+    how = rounding(peaks, 0.4)
+
+    def apart(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        given = rounded(x, how)
+        assert given is rounded(given, how) and given.path.shape == x.shape and given.path.isnan().all()
+        assert [field.requires_grad for field in given] == [True] + [False] * 4
+        return delayed_linear(given, weight, peaks, 0.4)
+
+    got, want = (output_and_gradients(f, inputs, dy) for f in (apart, linear(0.4)))
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    given = rounded(inputs[0], how)
+    with torch.no_grad(), pytest.raises(AssertionError, match="for training"):
+        delayed_linear(given, inputs[1], peaks)
 
 
 def test_states_of_several_sizes_are_remembered_together():
