@@ -19,7 +19,7 @@ from dwslm.bench.case import Cost, Shape
 from dwslm.bench.work import Work
 from dwslm.model.lm import DTYPES, LanguageModel, ModelSettings
 from dwslm.model.projection import Projection
-from dwslm.ops import delta_gate
+from dwslm.ops import add_norm, delta_gate
 from dwslm.ops.delta_rule import decay_dtype
 from dwslm.ops.mlp.fit import resolve
 from dwslm.optim.optimizer import Optimizer
@@ -27,7 +27,8 @@ from dwslm.optim.optimizer import Optimizer
 BYTES = 2  # of an activation
 NORM_PASSES = 4 + 4
 """Residual addition and norm of a sublayer, in tensors [T, width]: stream and output in, stream and normed input out; backward
-two gradients and the stream in, one gradient out, which is that of stream and output."""
+two gradients and the stream in, one gradient out, which is that of stream and output. In float8 the normed input is as large,
+since it goes out twice."""
 RELU_PASSES = 2 + 3
 """Squared ReLU, in tensors [T, hidden]: in and out; backward gradient and input in, gradient out."""
 GATE_LOGITS, GATE_DECAYS = 1 + 2, 1 + 1
@@ -131,8 +132,12 @@ def floors(
     quantised = s.layers * (of_width * s.width + of_hidden * s.mlp_hidden)
     quantised += DELAYED_BYTES * sum(sum(part.weight.shape) for part in in_fp8)
     if in_fp8 and s.local == "kda" and delta_gate.resolve(s.gate_engine, optimizer.device, s.delta_head_dim) == "fused":
-        # What the gated norm gives: rounded where it is computed, and counted there.
-        quantised -= DELAYED_BYTES * linear * inner
+        quantised -= (
+            DELAYED_BYTES * linear * inner
+        )  # what the gated norm gives: rounded where it is computed, and counted there
+    if not s.depth_block and add_norm.rounds(s.norm_engine, optimizer.device, s.width):  # so do norms what they give
+        readers = s.layers * ((s.mlp_precision == "fp8_delayed") + (s.projection_precision == "fp8_delayed"))
+        quantised -= DELAYED_BYTES * readers * s.width
     if quantised:
         found["quantisation"] = Floor(bytes=float(total * quantised))
     if s.depth_block:

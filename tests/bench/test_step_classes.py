@@ -69,6 +69,7 @@ def test_products_of_the_loss_are_the_head_at_any_chunk():
         ("_gate_kernel", "kernel", ["dwslm::delta_gate"], "norms and elementwise"),
         ("_norm_kernel", "kernel", ["dwslm::gated_norm_backward"], "norms and elementwise"),
         ("_backward_kernel", "kernel", ["dwslm::add_norm_backward"], "norms and elementwise"),
+        ("_rounded_kernel", "kernel", ["dwslm::add_norm_rounded"], "norms and elementwise"),
         ("_rope_kernel", "kernel", ["dwslm::qk_norm_rope"], "norms and elementwise"),
         ("_both_kernel", "kernel", ["dwslm::fp8_both"], "quantisation"),
         ("kernel_0", "kernel", ["dwslm::kda_cudnn_backward", BACKWARD.name], "delta rule"),

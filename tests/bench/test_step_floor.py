@@ -111,3 +111,21 @@ def test_what_fused_kernels_keep_off_the_memory(monkeypatch):
     assert after["quantisation"].bytes == before["quantisation"].bytes - 4 * 64 * 3 * 32
     changed = {"norms and elementwise", "delta rule", "quantisation"}
     assert all(after[name] == before[name] for name in before.keys() - changed)
+
+
+@pytest.mark.parametrize(("mlp", "projections", "readers"), [("fp8_delayed", "fp8_delayed", 8), ("fp8_delayed", "model", 4),
+                                                             ("fp8", "fp8_delayed", 4)])  # fmt: skip
+def test_norms_that_round_what_they_give(monkeypatch, mlp, projections, readers):
+    """Before each product with delayed scales a read of 2 bytes and two writes of 1 move into the norm, whose own count stays:
+    it wrote 2 bytes, and writes twice 1."""
+    s = ModelSettings(layers=4, width=32, heads=2, kv_heads=1, head_dim=16, window=8, mlp_hidden=64, depth_block=0,
+                      local="window", value_embeddings="none", dtype="float32", mlp_precision=mlp,
+                      projection_precision=projections)  # fmt: skip
+    model = LanguageModel(s, vocab_size=128)
+    optimizer = Optimizer(dict(model.named_parameters()), model.roles(), OptimSettings(), lr=0.01)
+    given = model, optimizer, [np.array([0, 64], np.int32)]
+    before = floors(*given, tokens=64, context=64)
+    monkeypatch.setattr(step_floor.add_norm, "rounds", lambda *a: True)
+    after = floors(*given, tokens=64, context=64)
+    assert after["quantisation"].bytes == before["quantisation"].bytes - readers * 4 * 64 * 32
+    assert all(after[name] == before[name] for name in before.keys() - {"quantisation"})
