@@ -16,12 +16,14 @@ from torch import Tensor
 
 from dwslm.ops.add_norm.fused import _gradients
 from dwslm.ops.fp8 import shapes
-from dwslm.ops.fp8.kernels import DELAYED_TO_SCALE, TINY, _load_rows, _round_four_rows, _scaled
+from dwslm.ops.fp8.kernels import ALIKE, DELAYED_TO_SCALE, TINY, _load_rows, _round_four_rows, _scaled
 from dwslm.ops.fp8.rounded import Rounded, Rounding, hand_on
 
 ROWS = 64  # of a program: 64 bytes of a transposed row, the least that memory of an H200 takes at once
 COLUMNS = 128  # at a time; `__init__.STEP`
 WARPS = 8
+PROGRAMS = 2  # for a multiprocessor: what all of them have between their two passes, and read and write meanwhile, passes the L2
+ONCE = tl.constexpr("evict_first")  # all but the sums, so that these are there when they are read again
 FIRST_ROWS = 16  # at a time, where the scale is not known yet
 
 
@@ -37,12 +39,12 @@ def _normed(v, inverse, gain):
 
 
 @triton.jit
-def _store_rows(x, at, step, a, b, c, d, mask):
+def _store_rows(x, at, step, a, b, c, d, mask, EVICT: tl.constexpr):
     """What `_load_rows` takes apart."""
-    tl.store(x + at, a, mask=mask)
-    tl.store(x + step + at, b, mask=mask)
-    tl.store(x + 2 * step + at, c, mask=mask)
-    tl.store(x + 3 * step + at, d, mask=mask)
+    tl.store(x + at, a, mask=mask, eviction_policy=EVICT)
+    tl.store(x + step + at, b, mask=mask, eviction_policy=EVICT)
+    tl.store(x + 2 * step + at, c, mask=mask, eviction_policy=EVICT)
+    tl.store(x + 3 * step + at, d, mask=mask, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -77,43 +79,51 @@ def _rounded_kernel(
     ADD: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Tiles as those of `fp8_both`; q_t as int32 [columns, rows / 4]. added: written where ADD, else x is the sum."""
-    first_row, step = tl.program_id(0).to(tl.int64) * R, columns.to(tl.int64)
+    step, by = columns.to(tl.int64), tl.load(inverse)
     four, column = tl.arange(0, R // 4), tl.arange(0, C)
-    start = first_row * columns
     at = four[:, None] * (4 * columns) + column[None, :]
-    there = first_row + 4 * four < rows
-    inside = None if EVEN else there[:, None]
-    inside_t = None if EVEN else there[None, :]
-    # Added up along the rows at the end, element by element until then.
-    aa, bb = tl.zeros([R // 4, C], tl.float32), tl.zeros([R // 4, C], tl.float32)
-    cc, dd = tl.zeros([R // 4, C], tl.float32), tl.zeros([R // 4, C], tl.float32)
-    for first in range(0, columns, C):
-        a, b, c, d = _load_rows(x + start + first, at, step, inside)
+    for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
+        first_row = block * R
+        start = first_row * step
+        there = first_row + 4 * four < rows
+        inside = None if EVEN else there[:, None]
+        inside_t = None if EVEN else there[None, :]
+        # Added up along the rows at the end, element by element until then.
+        aa, bb = tl.zeros([R // 4, C], tl.float32), tl.zeros([R // 4, C], tl.float32)
+        cc, dd = tl.zeros([R // 4, C], tl.float32), tl.zeros([R // 4, C], tl.float32)
+        for first in range(0, columns, C):
+            a, b, c, d = _load_rows(x + start + first, at, step, inside, ONCE if ADD else ALIKE)
+            if ADD:
+                of_a, of_b, of_c, of_d = _load_rows(y + start + first, at, step, inside, ONCE)
+                a, b, c, d = _add(a, of_a), _add(b, of_b), _add(c, of_c), _add(d, of_d)
+                _store_rows(added + start + first, at, step, a, b, c, d, inside, ALIKE)
+            a, b, c, d = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
+            aa, bb, cc, dd = aa + a * a, bb + b * b, cc + c * c, dd + d * d
+        a_root = tl.math.rsqrt(tl.sum(aa, axis=1) / columns + eps)[:, None]
+        b_root = tl.math.rsqrt(tl.sum(bb, axis=1) / columns + eps)[:, None]
+        c_root = tl.math.rsqrt(tl.sum(cc, axis=1) / columns + eps)[:, None]
+        d_root = tl.math.rsqrt(tl.sum(dd, axis=1) / columns + eps)[:, None]
         if ADD:
-            of_a, of_b, of_c, of_d = _load_rows(y + start + first, at, step, inside)
-            a, b, c, d = _add(a, of_a), _add(b, of_b), _add(c, of_c), _add(d, of_d)
-            _store_rows(added + start + first, at, step, a, b, c, d, inside)
-        a, b, c, d = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
-        aa, bb, cc, dd = aa + a * a, bb + b * b, cc + c * c, dd + d * d
-    a_root = tl.math.rsqrt(tl.sum(aa, axis=1) / columns + eps)[:, None]
-    b_root = tl.math.rsqrt(tl.sum(bb, axis=1) / columns + eps)[:, None]
-    c_root = tl.math.rsqrt(tl.sum(cc, axis=1) / columns + eps)[:, None]
-    d_root = tl.math.rsqrt(tl.sum(dd, axis=1) / columns + eps)[:, None]
-    if ADD:
-        x = added
-        tl.debug_barrier()  # a thread may read what another has written
-    by = tl.load(inverse)
-    size = tl.zeros([R // 4, C], tl.float32)
-    for first in range(0, columns, C):
-        a, b, c, d = _load_rows(x + start + first, at, step, inside)
-        own = tl.load(gain + first + column)[None, :]
-        a, b, c, d = _normed(a, a_root, own), _normed(b, b_root, own), _normed(c, c_root, own), _normed(d, d_root, own)
-        size = tl.maximum(size, tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d))))
-        a, b, c, d, word = _round_four_rows(_scaled(a, by), _scaled(b, by), _scaled(c, by), _scaled(d, by))
-        _store_rows(q + start + first, at, step, a, b, c, d, inside)
-        at_t = (first + column)[:, None] * words + four[None, :]
-        tl.store(q_t + first_row // 4 + at_t, tl.trans(word), mask=inside_t)
-    tl.store(seen + tl.program_id(0), tl.max(tl.max(size, axis=1), axis=0))
+            x_again = added
+            tl.debug_barrier()  # a thread may read what another has written
+        else:
+            x_again = x
+        size = tl.zeros([R // 4, C], tl.float32)
+        for first in range(0, columns, C):
+            a, b, c, d = _load_rows(x_again + start + first, at, step, inside, ONCE)
+            own = tl.load(gain + first + column)[None, :]
+            a, b, c, d = (
+                _normed(a, a_root, own),
+                _normed(b, b_root, own),
+                _normed(c, c_root, own),
+                _normed(d, d_root, own),
+            )
+            size = tl.maximum(size, tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d))))
+            a, b, c, d, word = _round_four_rows(_scaled(a, by), _scaled(b, by), _scaled(c, by), _scaled(d, by))
+            _store_rows(q + start + first, at, step, a, b, c, d, inside, ONCE)
+            at_t = (first + column)[:, None] * words + four[None, :]
+            tl.store(q_t + first_row // 4 + at_t, tl.trans(word), mask=inside_t, eviction_policy=ONCE)
+        tl.store(seen + block, tl.max(tl.max(size, axis=1), axis=0))
 
 
 @torch.library.custom_op("dwslm::add_norm_rounded", mutates_args=())
@@ -129,7 +139,8 @@ def rounded(
         x, y, gain, peaks, scale, inverse, factor, total, width, eps,
         WHICH=which, ADD=add, R=FIRST_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=32,
     )  # fmt: skip
-    _rounded_kernel[(len(seen),)](
+    units = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    _rounded_kernel[(min(units * PROGRAMS, len(seen)),)](
         x, y, gain, inverse, added, q, q_t.view(torch.int32), seen, total, width, total // 4, eps,
         ADD=add, EVEN=total % ROWS == 0, R=ROWS, C=COLUMNS, num_warps=WARPS,
     )  # fmt: skip

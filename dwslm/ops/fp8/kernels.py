@@ -62,6 +62,7 @@ ROUND_SIXTEEN = tl.constexpr("""{
 SIXTEEN = tl.constexpr(",".join(["=r"] * 8 + ["f"] * 16))
 ROUNDED = tl.constexpr((tl.int8, tl.int8, tl.int8, tl.int8, tl.int32))
 KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
+ALIKE = tl.constexpr("")  # no wish of the L2 cache
 
 ROW_ELEMENTS = 4096  # of a program of `rows`: several rows where they are short
 ROW_WARPS = 4
@@ -192,15 +193,21 @@ def _fp8_scale_kernel(
 
 
 @triton.jit
-def _load_rows(x, at, step, mask):
-    """Four tensors: every fourth row of a tile from its first, second, third and fourth on. `mask` None loads everything."""
-    if mask is None:
-        a, b = tl.load(x + at), tl.load(x + step + at)
-        c, d = tl.load(x + 2 * step + at), tl.load(x + 3 * step + at)
-    else:
-        a, b = tl.load(x + at, mask=mask, other=0.0), tl.load(x + step + at, mask=mask, other=0.0)
-        c, d = tl.load(x + 2 * step + at, mask=mask, other=0.0), tl.load(x + 3 * step + at, mask=mask, other=0.0)
+def _load_rows(x, at, step, mask, EVICT: tl.constexpr = ALIKE):
+    """Four tensors: every fourth row of a tile from its first, second, third and fourth on. `mask` None loads everything.
+    EVICT: what the L2 cache does with it."""
+    a, b = _load(x + at, mask, EVICT), _load(x + step + at, mask, EVICT)
+    c, d = _load(x + 2 * step + at, mask, EVICT), _load(x + 3 * step + at, mask, EVICT)
     return a, b, c, d
+
+
+@triton.jit
+def _load(x, mask, EVICT: tl.constexpr):
+    if mask is None:
+        v = tl.load(x, eviction_policy=EVICT)
+    else:
+        v = tl.load(x, mask=mask, other=0.0, eviction_policy=EVICT)
+    return v
 
 
 @triton.jit
