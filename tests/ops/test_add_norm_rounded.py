@@ -180,11 +180,12 @@ def test_fused_hands_on_what_is_not_finite():
 @pytest.mark.gpu
 def test_fused_compiled_with_a_model_is_one_graph():
     """Three micro-batches, so that scales are known; the two forms round x once and twice, a few per cent of its values apart."""
-    precision = {"mlp_precision": "fp8_delayed", "projection_precision": "fp8_delayed"}
+    shape = {"width": 256, "heads": 2, "kv_heads": 1, "head_dim": 128, "delta_head_dim": 128, "mlp_hidden": 512}
+    precision = {"dtype": "bfloat16", "mlp_precision": "fp8_delayed", "projection_precision": "fp8_delayed"}
     losses, gradients = [], []
     for name in ("torch", "fused"):
         torch._dynamo.reset()
-        model = small_model(depth_block=0, norm_engine=name, width=128, dtype="bfloat16", **precision).cuda()
+        model = small_model(depth_block=0, norm_engine=name, **shape, **precision).cuda()
         hidden = torch.compile(model.hidden, fullgraph=True, dynamic=False) if name == "fused" else model.hidden
         tokens, targets, cu_seqlens = (t.cuda() for t in packed([10, 50, 4]))
         for _ in range(3):
@@ -196,4 +197,4 @@ def test_fused_compiled_with_a_model_is_one_graph():
         losses.append(loss.item())
         gradients.append(torch.cat([p.grad.float().flatten() for p in model.parameters()]))
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
-    assert relative_error(gradients[1], gradients[0]) < 0.1
+    assert relative_error(gradients[1], gradients[0]) < 0.15

@@ -50,9 +50,8 @@ def make_step(record: bool, *, compile: bool = False, **changes) -> TrainStep:
         delta_heads=2,
         delta_head_dim=128,
         mlp_hidden=512,
-        depth_block=2,
         dtype="bfloat16",
-        **changes,
+        **({"depth_block": 2} | changes),
     ).cuda()
     optimizer = Optimizer(
         dict(model.named_parameters()),
@@ -78,8 +77,9 @@ def deterministic():
 @pytest.mark.parametrize(
     "changes", [{"local": "kda"}, {"local": "gdn"}, {"local": "window"}, {"mlp_precision": "fp8"},
                 {"mlp_precision": "fp8_delayed"}, {"projection_precision": "fp8_delayed"},
-                {"local": "gdn", "mlp_precision": "fp8_delayed", "projection_precision": "fp8_delayed"}],
-    ids=["kda", "gdn", "window", "fp8", "fp8_delayed", "projections", "gdn-all"],
+                {"local": "gdn", "mlp_precision": "fp8_delayed", "projection_precision": "fp8_delayed"},
+                {"depth_block": 0, "mlp_precision": "fp8_delayed", "projection_precision": "fp8_delayed"}],
+    ids=["kda", "gdn", "window", "fp8", "fp8_delayed", "projections", "gdn-all", "plain-all"],
 )  # fmt: skip
 def test_replays_give_the_bits_of_launches(deterministic, changes, compile):
     steps = [make_step(record, compile=compile, **changes) for record in (True, False)]
