@@ -81,6 +81,14 @@ def _case(shape: Shape, window: int | None, dtype: torch.dtype, device: torch.de
                 new_slots="graph",
                 patience=60,
             ),
+            Engine(
+                "flash4",
+                make(own, "flash4"),
+                "flash_attn.cute",
+                "pip install 'dwslm[flash4]'",
+                ask=True,
+                patience=60,
+            ),
             Engine("flex", make(own, "flex"), extra={"mask": mask}, patience=90),
             Engine("torch", make(own, "torch"), ask=True),
             Engine(
@@ -97,14 +105,6 @@ def _case(shape: Shape, window: int | None, dtype: torch.dtype, device: torch.de
                 "build the folder hopper/ of the flash-attention repository (pip install . there), or take the wheel "
                 "flash-attn-3 from PyTorch's own index",
                 ask=True,
-            ),
-            Engine(
-                "fa4",
-                make(others.flash_attention_4, scale, window),
-                "flash_attn.cute",
-                "pip install --pre flash-attn-4",
-                ask=True,
-                patience=90,
             ),
         ),
     )

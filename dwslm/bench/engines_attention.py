@@ -1,4 +1,4 @@
-"""Attention engines that training does not use: FlashAttention-3 and -4. Imported when asked for."""
+"""An attention engine that training does not use: FlashAttention-3. Imported when asked for."""
 
 import importlib
 from collections.abc import Callable
@@ -38,34 +38,6 @@ def flash_attention_3(scale: float, window: int | None) -> Run:
             softmax_scale=scale,
             causal=True,
             window_size=(-1 if window is None else window - 1, 0),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        return out[0] if isinstance(out, tuple) else out
-
-    return as_run(attend)
-
-
-def flash_attention_4(scale: float, window: int | None) -> Run:
-    """FlashAttention-4, package flash-attn-4, module `flash_attn.cute`.
-
-    Raises:
-        ValueError: where it cannot be imported.
-    """
-    call = _function("flash_attn.cute.interface")
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-        cu_seqlens, context = segments.cu_seqlens, segments.context
-        out = call(
-            q,
-            k,
-            v,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens,
-            max_seqlen_q=context,
-            max_seqlen_k=context,
-            softmax_scale=scale,
-            causal=True,
-            window_size=(None if window is None else window - 1, 0),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return out[0] if isinstance(out, tuple) else out

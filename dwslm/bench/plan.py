@@ -6,7 +6,7 @@ from typing import Any
 
 from dwslm.bench.request import BY_CONTEXT, Request
 
-TUNED = ("fla", "fla_gdn", "flashqla", "fa4")
+TUNED = ("fla", "fla_gdn", "flashqla")
 """Engines that spend minutes on tuning when their caches are cold: after what is certain."""
 SLOW = ("torch",)
 """Plain PyTorch on attention and the delta rule: measured at the first size only, to be seen; no choice hangs on the others."""

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("dwslm", "torch", "triton", "numpy", "fla-core", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13", "apache-tvm-ffi",
-            "flash-attn", "flash-attn-4", "flash-qla", "cut-cross-entropy", "transformer-engine", "nvidia-ml-py")  # fmt: skip
+            "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl", "flash-qla", "cut-cross-entropy", "transformer-engine",
+            "nvidia-ml-py")  # fmt: skip
 
 
 def host() -> dict[str, Any]:

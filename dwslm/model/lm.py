@@ -98,7 +98,8 @@ class ModelSettings:
     dtype: str = "bfloat16"
     """Dtype of activations and of the matrices' compute copies: "bfloat16" or "float32". Masters are always float32."""
     attention_engine: str = "auto"
-    """Kernel of softmax attention: "cudnn", "flash", "flash_attn", "flex", "torch", or "auto", the fastest that fits."""
+    """Kernel of softmax attention: "cudnn", "flash", "flash4", "flash_attn", "flex", "torch", or "auto", the fastest that
+    fits."""
     delta_engine: str = "auto"
     """Kernel of the delta rule: "fused" (Triton), "cudnn", "fla", "torch", "fla_gdn" (for "gdn" only), or "auto", the
     fastest that fits."""

@@ -29,7 +29,8 @@ ENGINES = {
     ("attention", "flex"): "FlexAttention",
     ("attention", "cudnn"): "cuDNN frontend",
     ("attention", "fa3"): "FlashAttention-3",
-    ("attention", "fa4"): "FlashAttention-4",
+    ("attention", "flash4"): "FlashAttention-4",
+    ("attention", "fa4"): "FlashAttention-4",  # its name in files written before it was an engine
     ("attention", "torch"): "plain PyTorch",
     ("delta_rule", "fused"): "our own, Triton",
     ("delta_rule", "cudnn"): "cuDNN frontend",

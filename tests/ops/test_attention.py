@@ -90,7 +90,7 @@ def install_flash_attn(monkeypatch, function):
 
 def test_an_unknown_engine_is_named():
     with pytest.raises(
-        ValueError, match="unknown attention engine 'flash9': choose one of auto, cudnn, flash, flash_attn"
+        ValueError, match="unknown attention engine 'flash9': choose one of auto, cudnn, flash, flash4, flash_attn"
     ):
         check_name("flash9")
     with pytest.raises(ValueError, match="unknown attention engine 'flash9'"):

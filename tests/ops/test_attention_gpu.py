@@ -141,6 +141,15 @@ def test_a_packed_batch_equals_its_segments_one_by_one(engine):
 
 
 @pytest.mark.parametrize("window", [None, 16])
+def test_many_spare_slots_change_nothing(engine, window):
+    """More than 256, from where on `flash4` looks a tile's segment up in another way."""
+    qkv, weight = draw()
+    few, many = (run(attend(packed(x), engine, window), qkv, weight) for x in (PACKED, PACKED + 290 * [TOKENS]))
+    assert torch.equal(few[0], many[0])
+    assert max(errors(many, few, weight)) < 1e-3  # the order of atomic additions
+
+
+@pytest.mark.parametrize("window", [None, 16])
 def test_a_changed_neighbour_changes_nothing(engine, same_bits, window):
     qkv, weight = draw()
     changed = qkv.clone()
@@ -243,32 +252,34 @@ def test_auto_is_the_fastest_that_fits_and_torch_for_float32():
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(16, torch.float16), (64, torch.bfloat16)])
-def test_cudnn_takes_other_heads_and_layouts(head_dim, dtype):
+@pytest.mark.parametrize("engine", ["cudnn", "flash4"])
+def test_other_heads_and_layouts(engine, head_dim, dtype):
     """Packed q and k beside values that are a view of rows of another length, as after the fused QK-norm; odd context."""
-    if reason := misfit("cudnn", torch.device("cuda"), dtype, head_dim):
+    if reason := misfit(engine, torch.device("cuda"), dtype, head_dim):
         pytest.skip(reason)
     seg = segments(boundaries([0, 1, 1, 290, 300, 427, 600, 600]).cuda(), 600, 300)
     more = torch.randn(600, 2 * head_dim + 8, device="cuda", dtype=dtype)
     q, k = (torch.randn(600, n, head_dim, device="cuda", dtype=dtype) for n in (4, 2))
     v, weight = more[:, : 2 * head_dim].unflatten(1, (2, head_dim)), torch.randn_like(q)
 
-    def both(engine, inputs):
+    def both(name, inputs):
         inputs = [x.detach().requires_grad_() for x in inputs]
-        out = attention(*inputs, seg, scale=head_dim**-0.5, engine=engine)
+        out = attention(*inputs, seg, scale=head_dim**-0.5, engine=name)
         return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]
 
-    got, want = both("cudnn", [q, k, v]), both("torch", [x.float() for x in (q, k, v)])
+    got, want = both(engine, [q, k, v]), both("torch", [x.float() for x in (q, k, v)])
     assert max(errors(got, want, weight)) < BOUND
 
 
-def test_cudnn_keeps_the_rules_of_custom_operators(engine):
-    if engine != "cudnn":
-        pytest.skip("another engine")
+def test_operators_of_this_project_keep_the_rules(engine):
+    if engine not in ("cudnn", "flash4"):
+        pytest.skip("not an operator of this project")
     qkv, _ = draw()
     seg = packed(PACKED)
     inputs = *(x.requires_grad_() for x in split(qkv)), seg.cu_seqlens, CONTEXT, SCALE, 16
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
-    torch.library.opcheck(torch.ops.dwslm.attention_cudnn.default, inputs, test_utils=checks)
+    operator = getattr(torch.ops.dwslm, f"attention_{engine}").default
+    torch.library.opcheck(operator, inputs, test_utils=checks)
 
 
 def test_log_sum_exps_by_segment():

@@ -9,7 +9,7 @@ from torch import Tensor
 from dwslm.ops.attention.blocked import attention_blocked
 from dwslm.ops.segments import Segments
 
-ENGINES = ("cudnn", "flash", "flash_attn", "flex", "torch")
+ENGINES = ("cudnn", "flash", "flash4", "flash_attn", "flex", "torch")
 
 
 def check_name(engine: str) -> None:

@@ -6,14 +6,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dwslm.ops.attention import cudnn
+from dwslm.ops.attention import cudnn, flash4
 from dwslm.ops.attention.cudnn import attention_cudnn
 from dwslm.ops.attention.flash import attention_flash, attention_flash_attn
+from dwslm.ops.attention.flash4 import attention_flash4
 from dwslm.ops.attention.flex import attention_flex
 
 ENGINES: dict[str, Callable[..., Tensor]] = {
     "cudnn": attention_cudnn,
     "flash": attention_flash,
+    "flash4": attention_flash4,
     "flash_attn": attention_flash_attn,
     "flex": attention_flex,
 }
@@ -50,6 +52,8 @@ def misfit(engine: str, device: torch.device, dtype: torch.dtype, head_dim: int)
         return f"computes in bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}: choose auto or torch"
     if engine == "cudnn":
         return cudnn.misfit(device, head_dim)
+    if engine == "flash4":
+        return flash4.misfit(device, head_dim)
     if head_dim % 8 or head_dim > 256:
         return f"needs heads of a multiple of 8 up to 256, and head_dim is {head_dim}: choose auto or torch"
     if engine == "flash":
