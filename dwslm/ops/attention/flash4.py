@@ -60,7 +60,7 @@ def _library() -> tuple[Any, Any]:
 
     forward, backward = interface._flash_attn_fwd, interface._flash_attn_bwd
     told = set(_told(torch.empty(0), 0, 0.0, 0))
-    # Not public, so they may change; and flash-attn has had early forms of them under the same name.
+    # Not public, so they change without notice.
     for function, names in ((forward, told | RESULTS), (backward, told | GRADIENTS)):
         if missing := names - set(inspect.signature(function).parameters):
             raise ImportError(f"another version: {function.__name__} takes no {', '.join(sorted(missing))}")
