@@ -102,3 +102,6 @@ def test_kernels_hand_on_what_is_not_finite():
         ):
             assert values.float()[5, 7].isnan() and values.dtype == FP8
             assert values.float().isnan().sum() == 1
+        # The next peak: an infinite one is not taken over; NaN is passed over, so that of the other values is.
+        seen = quantize.largest([quantize.both(x, None, False, torch.ones(1, device="cuda"), 0)[3]])
+        assert seen.item() == (bad if bad == float("inf") else 1.0)
