@@ -137,11 +137,13 @@ def test_fused_before_a_product(total, width, compiled, adds, product):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("peak", [8.0, 0.0])
 @pytest.mark.parametrize(("total", "width"), [(16, 128), (272, 384), (20_000, 1024), (65_536, 1024)])
-def test_fused_rounds_to_the_bits_of_the_formula(total, width, adds):
-    """All but a value in ten thousand, since the inverse root is another one in its last bits; the sum to the bit."""
+def test_fused_rounds_to_the_bits_of_the_formula(total, width, peak, adds):
+    """All but a value in ten thousand, since the inverse root is another one in its last bits; the sum to the bit. By a known
+    peak, and by that of the tensor at hand."""
     (x, y, gain, _), _ = draw(total, width, "linear", torch.bfloat16, "cuda")
-    peaks = torch.full((len(PEAKS),), 8.0, device="cuda", requires_grad=True)
+    peaks = torch.full((len(PEAKS),), peak, device="cuda", requires_grad=True)
     added, made = add_norm_rounded(x, y if adds else None, gain, EPS, fp8.rounding(peaks, FACTOR), "fused")
     assert isinstance(made, Rounded) and made.path.shape == x.shape and made.path.isnan().all()
     want = x + y if adds else x
@@ -152,7 +154,7 @@ def test_fused_rounds_to_the_bits_of_the_formula(total, width, adds):
     assert torch.equal(made.transposed.view(torch.uint8), made.values.view(torch.uint8).t())
     different = made.values.cpu().view(torch.uint8) != values.view(torch.uint8)
     assert different.float().mean() < 1e-4 and transposed.shape == made.transposed.shape
-    assert made.scale.item() == pytest.approx(scale.item(), rel=1e-6)
+    assert made.scale.item() == pytest.approx(scale.item(), rel=1e-5)
     assert made.seen.max().item() == pytest.approx(seen.item(), rel=1e-5)
 
 
