@@ -132,10 +132,9 @@ def floors(
     quantised = s.layers * (of_width * s.width + of_hidden * s.mlp_hidden)
     quantised += DELAYED_BYTES * sum(sum(part.weight.shape) for part in in_fp8)
     if in_fp8 and s.local == "kda" and delta_gate.resolve(s.gate_engine, optimizer.device, s.delta_head_dim) == "fused":
-        quantised -= (
-            DELAYED_BYTES * linear * inner
-        )  # what the gated norm gives: rounded where it is computed, and counted there
-    if not s.depth_block and add_norm.rounds(s.norm_engine, optimizer.device, s.width):  # so do norms what they give
+        # What the gated norm gives: rounded where it is computed, and counted there. So is what norms of the stream give.
+        quantised -= DELAYED_BYTES * linear * inner
+    if not s.depth_block and add_norm.rounds(s.norm_engine, optimizer.device, s.width):
         readers = s.layers * ((s.mlp_precision == "fp8_delayed") + (s.projection_precision == "fp8_delayed"))
         quantised -= DELAYED_BYTES * readers * s.width
     if quantised:
