@@ -8,7 +8,7 @@ import torch
 from dwslm.ops.fp8 import product
 from dwslm.ops.fp8.linear import PEAKS, SETTING, delayed_linear, rounding
 from dwslm.ops.fp8.peaks import new_peaks, remember
-from dwslm.ops.fp8.rounded import Operand, Rounded, Rounding
+from dwslm.ops.fp8.rounded import Operand, Rounded, Rounding, outline
 
 __all__ = [
     "PEAKS",
@@ -19,6 +19,7 @@ __all__ = [
     "delayed_linear",
     "misfit",
     "new_peaks",
+    "outline",
     "remember",
     "rounding",
 ]

@@ -10,6 +10,7 @@ The factor costs nothing: each product has two of three operands, so each of the
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from dwslm.ops.fp8 import quantize
 from dwslm.ops.fp8.product import filled, first_rows, misfit, product
-from dwslm.ops.fp8.rounded import Operand, Rounded, Rounding, rounded
+from dwslm.ops.fp8.rounded import Operand, Rounded, Rounding, outline, rounded
 
 PEAKS = ("x", "weight", "dy")
 """What is scaled, in the order of the state (`new_peaks(len(PEAKS))`)."""
@@ -26,8 +27,36 @@ X, WEIGHT, DY = range(len(PEAKS))
 SETTING = "model.projection_precision"
 
 
+def multiply(x: Rounded, weight: Tensor, peaks: Tensor, root: float) -> tuple[Tensor, list[Tensor]]:
+    """x @ weight^T, and what `differentiate` wants of it. root: of the factor, which is in x's scale already."""
+    weight8, weight8_t, weight_scale, weight_seen = quantize.both(filled(weight), None, False, peaks, WEIGHT, root)
+    y = product(x.values, x.scale, weight8, weight_scale, weight.dtype, True)
+    return y, [x.transposed, x.scale, x.seen, weight8_t, weight_scale, weight_seen]
+
+
+def differentiate(
+    kept: Sequence[Tensor], dy: Sequence[Tensor], rows: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `multiply` for one that comes rounded, whoever rounded it: the product, or the kernel that computes it.
+
+    Args:
+        kept: what `multiply` gave.
+        dy: as from `quantize.both`, by the third of the peaks, with the scale times the root.
+        rows: of the weight.
+
+    Returns:
+        Those of x and weight in `dtype`, and for the peaks' own: those that were seen.
+    """
+    x8_t, x_scale, x_seen, weight8_t, weight_scale, weight_seen = kept
+    dy8, dy8_t, dy_scale, dy_seen = dy
+    dx = product(dy8, dy_scale, weight8_t, weight_scale, dtype, True)
+    # A sum over all tokens of the micro-batch is too long for short registers.
+    dweight = product(dy8_t, dy_scale, x8_t, x_scale, dtype, False)
+    return dx, dweight[:rows], quantize.largest([x_seen, weight_seen, dy_seen])
+
+
 class Multiply(torch.autograd.Function):
-    """Fields of `Rounded`, weight, peaks, and the factor's root, which is in x's scale already."""
+    """Fields of `Rounded`, weight, peaks, and the factor's root. The gradient is rounded here."""
 
     @staticmethod
     def forward(
@@ -41,20 +70,23 @@ class Multiply(torch.autograd.Function):
         peaks: Tensor,
         root: float,
     ) -> Tensor:
-        weight8, weight8_t, weight_scale, weight_seen = quantize.both(filled(weight), None, False, peaks, WEIGHT, root)
-        ctx.save_for_backward(peaks, x8_t, x_scale, x_seen, weight8_t, weight_scale, weight_seen)
+        y, kept = multiply(Rounded(path, x8, x8_t, x_scale, x_seen), weight, peaks, root)
+        ctx.save_for_backward(peaks, *kept)
         ctx.rows, ctx.root = len(weight), root
-        return product(x8, x_scale, weight8, weight_scale, weight.dtype, True)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        peaks, x8_t, x_scale, x_seen, weight8_t, weight_scale, weight_seen = ctx.saved_tensors
-        dy8, dy8_t, dy_scale, dy_seen = quantize.both(dy.contiguous(), None, False, peaks, DY, ctx.root)
-        dx = product(dy8, dy_scale, weight8_t, weight_scale, dy.dtype, True)
-        # A sum over all tokens of the micro-batch is too long for short registers.
-        dweight = product(dy8_t, dy_scale, x8_t, x_scale, dy.dtype, False)
-        seen = quantize.largest([x_seen, weight_seen, dy_seen])
-        return dx, None, None, None, None, dweight[: ctx.rows], seen, None
+        peaks, *kept = ctx.saved_tensors
+        rounded_dy = quantize.both(dy.contiguous(), None, False, peaks, DY, ctx.root)
+        dx, dweight, seen = differentiate(kept, rounded_dy, ctx.rows, dy.dtype)
+        return dx, None, None, None, None, dweight, seen, None
+
+
+def check(x: Tensor) -> None:
+    """Raises ValueError where `misfit` has a reason; x [T, k]."""
+    if reason := misfit(SETTING, x.device, x.dtype, x.shape[1]):
+        raise ValueError(reason)
 
 
 def rounding(peaks: Tensor, factor: float) -> Rounding:
@@ -80,17 +112,15 @@ def delayed_linear(x: Operand, weight: Tensor, peaks: Tensor | None, factor: flo
     Raises:
         ValueError: where the device, the dtype or the shape cannot do FP8, or without `peaks` where there are gradients.
     """
-    like = x.path if isinstance(x, Rounded) else x
-    if reason := misfit(SETTING, like.device, like.dtype, like.shape[1]):
-        raise ValueError(reason)
+    like = outline(x)
+    check(like)
     if torch.is_grad_enabled():
         if peaks is None:
             raise ValueError(
                 "a linear map with delayed scales keeps the peaks of its tensors: give it `new_peaks(len(PEAKS))`"
             )
         how = rounding(peaks, factor)
-        whole = x if isinstance(x, Rounded) else filled(x.contiguous())
-        y: Tensor = Multiply.apply(*rounded(whole, how), weight, peaks, how.factor)
+        y: Tensor = Multiply.apply(*rounded(x, how), weight, peaks, how.factor)
     else:
         assert isinstance(x, Tensor), "what is rounded with a delayed scale is for training"
         y = product(

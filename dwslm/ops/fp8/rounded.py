@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dwslm.ops.fp8 import quantize
+from dwslm.ops.fp8.product import filled
 
 
 class Rounding(NamedTuple):
@@ -42,6 +43,11 @@ Operand = Tensor | Rounded
 """Input of a product that may come rounded."""
 
 
+def outline(x: Operand) -> Tensor:
+    """Of x's shape, dtype and device; of its values only where these do not come rounded."""
+    return x.path if isinstance(x, Rounded) else x
+
+
 def hand_on(ctx: Any, x: Tensor, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The fields of `Rounded` as results of an autograd function: the first alone has a gradient. made: the others."""
     ctx.mark_non_differentiable(*made)
@@ -59,5 +65,5 @@ class Round(torch.autograd.Function):
 
 
 def rounded(x: Operand, how: Rounding) -> Rounded:
-    """x [T, k], T a multiple of 16, as `how` says; what comes rounded as it is."""
-    return x if isinstance(x, Rounded) else Rounded(*Round.apply(x, *how))
+    """x [T, k] as `how` says, with zeros up to a multiple of 16 tokens; what comes rounded as it is."""
+    return x if isinstance(x, Rounded) else Rounded(*Round.apply(filled(x.contiguous()), *how))

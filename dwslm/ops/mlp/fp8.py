@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dwslm.ops.fp8 import quantize
 from dwslm.ops.fp8.product import filled, first_rows, misfit, product
-from dwslm.ops.fp8.rounded import Operand, Rounded, Rounding, rounded
+from dwslm.ops.fp8.rounded import Operand, Rounding, outline, rounded
 from dwslm.ops.scaled_product import scaled_matmul
 
 PEAKS = ("x", "up", "down", "a", "dy", "dh")
@@ -116,15 +116,14 @@ def fp8_delayed_mlp(x: Operand, up: Tensor, down: Tensor, peaks: Tensor | None, 
 
     A score must not move the state of training, nor depend on it or on what else is in the batch.
     """
-    like = x.path if isinstance(x, Rounded) else x
+    like = outline(x)
     check(like, up)
     if torch.is_grad_enabled():
         if peaks is None:
             raise ValueError(
                 "MLP precision 'fp8_delayed' keeps the peaks of its tensors: give it `new_peaks(len(PEAKS))`"
             )
-        whole = x if isinstance(x, Rounded) else filled(x.contiguous())
-        y: Tensor = Delayed.apply(*rounded(whole, rounding(peaks)), up, down, peaks, factor)
+        y: Tensor = Delayed.apply(*rounded(x, rounding(peaks)), up, down, peaks, factor)
     else:
         assert isinstance(x, Tensor), "what is rounded with a delayed scale is for training"
         y = rows_forward(filled(x.contiguous()), up, down, factor)[0]
