@@ -20,7 +20,7 @@ from dwslm.ops.delta_rule import decay_dtype, delta_rule, gated_delta_rule
 from dwslm.ops.fp8 import Operand
 from dwslm.ops.gated_norm import gated_norm, gated_norm_linear
 from dwslm.ops.segments import Segments
-from dwslm.ops.short_conv import short_conv
+from dwslm.ops.short_conv import projected_short_conv, short_conv
 
 GATE_BOUND = -5.0
 """Least log decay of the bounded gate: what fast kernels can represent (a sub-chunk of 16 steps must fit exp in float32)."""
@@ -87,7 +87,11 @@ class DeltaAttention(nn.Module):
 
     def forward(self, x: Operand, tokens: Tensor, segments: Segments) -> Tensor:
         """[T, width] to [T, width]."""
-        q, k, v, rest = short_conv(self.input(x), self.conv, segments, self.heads, self.conv_engine)
+        conv, projection = (self.conv, segments, self.heads, self.conv_engine), self.input
+        if projection.precision == "fp8_delayed":
+            q, k, v, rest = projected_short_conv(x, projection.weight, projection.peaks, *conv)
+        else:
+            q, k, v, rest = short_conv(projection(x), *conv)
         others = self.input.rows[3:]
         spare = rest.shape[1] - sum(others)
         decay, gate, beta, *value_gate = rest.split([*others, spare] if spare else others, dim=-1)

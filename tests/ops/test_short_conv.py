@@ -1,8 +1,11 @@
 import pytest
 import torch
 
+from dwslm.ops.fp8 import PEAKS, delayed_linear, new_peaks, rounding
+from dwslm.ops.fp8.reference import linear_reference
+from dwslm.ops.fp8.rounded import rounded
 from dwslm.ops.segments import segments
-from dwslm.ops.short_conv import resolve, short_conv
+from dwslm.ops.short_conv import projected_short_conv, resolve, rounds, short_conv
 from dwslm.ops.short_conv.reference import short_conv_reference
 from tests.ops.helpers import UNEVEN, boundaries, output_and_gradients, relative_error
 
@@ -47,7 +50,7 @@ def test_each_head_of_queries_and_keys_has_length_one():
 
 
 def test_auto_is_torch_on_a_cpu_and_what_cannot_be_had_is_refused():
-    assert resolve("auto", torch.device("cpu"), 128) == "torch"
+    assert resolve("auto", torch.device("cpu"), 128) == "torch" and not rounds("auto", torch.device("cpu"), 128)
     with pytest.raises(ValueError, match="'fused' needs a GPU"):
         resolve("fused", torch.device("cpu"), 128)
     with pytest.raises(ValueError, match="unknown convolution engine 'conv9'"):
@@ -58,6 +61,7 @@ def test_auto_is_torch_on_a_cpu_and_what_cannot_be_had_is_refused():
 def test_fused_refuses_what_it_cannot_take():
     gpu = torch.device("cuda")
     assert resolve("auto", gpu, 128) == resolve("fused", gpu, 16) == "fused" and resolve("auto", gpu, 96) == "torch"
+    assert rounds("auto", gpu, 128) and not rounds("auto", gpu, 64) and not rounds("torch", gpu, 128)
     with pytest.raises(ValueError, match="head_dim is 96"):
         resolve("fused", gpu, 96)
     with pytest.raises(ValueError, match="takes 4 taps, not 3"):
@@ -127,3 +131,74 @@ def test_fused_neighbours_and_boundaries_refreshed_in_place():
     other = boundaries([0, 5, 131, 260]).cuda()
     cu.copy_(other)
     assert torch.equal(run(cu), run(other)) and not torch.equal(run(cu)[130:], first[130:])
+
+
+def projected(peaks, cu, heads, engine="auto", given=False):
+    """given: x comes rounded."""
+    seg = segments(cu, int(cu[-1]), int(cu[-1]))
+
+    def run(x, w, taps):
+        return projected_short_conv(
+            rounded(x, rounding(peaks, 1.0)) if given else x, w, peaks, taps, seg, heads, engine
+        )
+
+    return joined(run)
+
+
+def before_the_convolution(tokens, width, heads, head_dim, more, dtype=torch.bfloat16, device="cpu"):
+    """x, the projection's weight, taps, and what is said of the outputs, those past the rows among them."""
+    torch.manual_seed(0)
+    rows = 3 * heads * head_dim + more
+    inputs = [torch.randn(tokens, width).to(dtype), (torch.randn(rows, width) / width**0.5).to(dtype)]
+    inputs.append(torch.rand(3 * heads * head_dim, 4) - 0.5)
+    return [x.to(device) for x in inputs], torch.randn(tokens, -(-rows // 16) * 16).to(device, dtype)
+
+
+def test_behind_a_linear_map_in_fp8():
+    """Within its bounds of float32, and what the two are one after the other."""
+    cu, heads = boundaries([0, 5, 40, 64]), 2
+    inputs, dy = before_the_convolution(64, 32, heads, 16, 5, torch.float32)
+    got = output_and_gradients(projected(new_peaks(len(PEAKS)), cu, heads), inputs, dy)
+    want = output_and_gradients(
+        joined(lambda x, w, taps: truth(linear_reference(x, w), taps, cu, heads)), inputs, dy[:, :101]
+    )
+    got[0] = got[0][:, :101]
+    assert max(relative_error(g, w) for g, w in zip(got, want, strict=True)) < 0.10
+    given = output_and_gradients(projected(new_peaks(len(PEAKS)), cu, heads, given=True), inputs, dy)
+    assert all(torch.equal(a, b) for a, b in zip(given[1:], got[1:], strict=True))
+    with torch.no_grad():
+        apart = short_conv(delayed_linear(*inputs[:2], None), inputs[2], segments(cu, 64, 64), heads)
+        assert torch.equal(projected(None, cu, heads)(*inputs), joined(lambda: apart)())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("known", [0.0, 2.0])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_dim", "more"), [(256, 2, 128, 11), (4096, 8, 128, 264), (384, 1, 256, 0)]
+)
+def test_fused_behind_a_linear_map_is_both_called_and_compiled(tokens, heads, head_dim, more, known):
+    """But for the gradient between them, which is rounded once there and twice here, with scales that differ as its peak does."""
+    cu = boundaries([0, 5, 131, 131, tokens]).cuda()
+    inputs, dy = before_the_convolution(tokens, 256, heads, head_dim, more, device="cuda")
+    seg = segments(cu, tokens, tokens)
+
+    def peaks():
+        return torch.tensor([known, known, known], device="cuda", requires_grad=True)
+
+    state = peaks()
+    apart = output_and_gradients(
+        joined(lambda x, w, taps: short_conv(delayed_linear(x, w, state), taps, seg, heads, "fused")), inputs, dy
+    )
+    for compiled, given in ((False, False), (False, True), (True, False), (True, True)):
+        torch._dynamo.reset()
+        state = peaks()
+        f = projected(state, cu, heads, "fused", given)
+        f = torch.compile(f, fullgraph=True, dynamic=False) if compiled else f
+        first, second = (output_and_gradients(f, inputs, dy) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert torch.equal(first[0], apart[0]) and relative_error(first[3], apart[3]) < 1e-5  # the taps' gradient
+        for a, b in zip(first[1:3], apart[1:3], strict=True):
+            assert relative_error(a, b) < 0.04 and not torch.equal(a, b)
+        f(*(x.detach().requires_grad_() for x in inputs)).backward(dy)
+        x, weight, _ = inputs
+        assert state.grad[:2].tolist() == [x.abs().max().item(), weight.abs().max().item()] and state.grad[2] > 0

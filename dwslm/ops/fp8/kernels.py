@@ -70,6 +70,7 @@ GRADIENT_WARPS = 16
 COLUMNS = 16  # of a program of `rows_transposed`: 32 bytes of a row, the least that memory hands out
 COLUMN_ROWS = 512
 BOTH_WARPS = 16
+TRANSPOSE_WARPS = 8
 FIRST_SCALE_BLOCK = 16384
 
 
@@ -262,6 +263,37 @@ def _fp8_both_kernel(
     tl.store(seen + tile, tl.max(tl.max(size, axis=1), axis=0))
 
 
+@triton.jit
+def _fp8_scale_of_peaks_kernel(seen, peaks, scale, inverse, count, INDEX: tl.constexpr, BLOCK: tl.constexpr):
+    """As `_fp8_scale_kernel`, out of what each tile has seen where nothing is known."""
+    peak = tl.load(seen + INDEX)
+    if not (peak > 0.0):
+        largest = tl.zeros([BLOCK], dtype=tl.float32)
+        for start in range(0, count, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            largest = tl.maximum(largest, tl.load(peaks + at, mask=at < count, other=0.0))
+        peak = tl.max(largest, axis=0)
+    one = tl.maximum(peak, TINY) * DELAYED_TO_SCALE
+    tl.store(inverse, tl.div_rn(1.0, one))
+    tl.store(scale, one)
+
+
+@triton.jit
+def _fp8_transpose_kernel(q, q_t, rows, columns, words, EVEN: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Bytes; q_t as int32 [columns, rows / 4], as in `_fp8_both_kernel`. rows a multiple of R; EVEN: columns one of C."""
+    first_row, first_column = tl.program_id(1).to(tl.int64) * R, tl.program_id(0).to(tl.int64) * C
+    four, column = tl.arange(0, R // 4), tl.arange(0, C)
+    there = first_column + column < columns
+    inside = None if EVEN else there[None, :]
+    inside_t = None if EVEN else there[:, None]
+    at = four[:, None] * (4 * columns) + column[None, :]
+    a, b, c, d = _load_rows(q + first_row * columns + first_column, at, columns.to(tl.int64), inside)
+    low = a.to(tl.int32) | (b.to(tl.int32) << 8)
+    word = low | (c.to(tl.int32) << 16) | (d.to(tl.int32) << 24)
+    at_t = column[:, None] * words + four[None, :]
+    tl.store(q_t + first_column * words + first_row // 4 + at_t, tl.trans(word), mask=inside_t)
+
+
 @triton.jit(do_not_specialize=["n0", "n1", "n2", "n3", "n4", "n5"])
 def _fp8_largest_kernel(p0, p1, p2, p3, p4, p5, n0, n1, n2, n3, n4, n5, out, BLOCK: tl.constexpr):
     """One program a list."""
@@ -324,6 +356,23 @@ def both(
     arguments = x, h, inverse, q, q_t.view(torch.int32), seen, *x.shape, len(x) // 4
     _fp8_both_kernel[grid](*arguments, **value, **even, R=r, C=c, num_warps=BOTH_WARPS)
     return q, q_t, scale, seen
+
+
+def transpose(q: Tensor, q_t: Tensor) -> None:
+    """q^T into q_t, float8; rows of q are a multiple of a tile's."""
+    r, c = shapes.TILE
+    grid = triton.cdiv(q.shape[1], c), q.shape[0] // r
+    even = q.shape[1] % c == 0
+    _fp8_transpose_kernel[grid](
+        q.view(torch.uint8),
+        q_t.view(torch.int32),
+        *q.shape,
+        len(q) // 4,
+        EVEN=even,
+        R=r,
+        C=c,
+        num_warps=TRANSPOSE_WARPS,
+    )
 
 
 def largest(tiles: list[Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dwslm.ops.fp8.kernels import _round, _scaled
 from dwslm.ops.segments import Segments
 
 SPAN = 128  # tokens of a program
@@ -205,16 +206,29 @@ def _backward_token(
 
 
 @triton.jit
+def _give(dx, value, by, there, size, AS: tl.constexpr):
+    """Stores a token's gradient as `AS` says, and gives the largest magnitudes so far where that is asked for."""
+    if AS == "float8":
+        tl.store(dx, _round(_scaled(value, by)), mask=there)
+    elif AS == "dtype":
+        tl.store(dx, value.to(dx.dtype.element_ty), mask=there)
+    return size if AS == "dtype" else tl.maximum(size, tl.where(there, tl.abs(value), 0.0))
+
+
+@triton.jit
 def _backward_span(
-    dy, x, weight, positions, dx, dw, c, start, here, after,
+    dy, x, weight, positions, dx, dw, by, c, start, here, after,
     DY_ROW: tl.constexpr, X_ROW: tl.constexpr, DX_ROW: tl.constexpr, CHANNELS: tl.constexpr,
-    TURN: tl.constexpr, UNIT: tl.constexpr, FAST: tl.constexpr,
+    TURN: tl.constexpr, UNIT: tl.constexpr, FAST: tl.constexpr, AS: tl.constexpr,
 ):  # fmt: skip
-    """As in `_forward_span`; after: `here` and up to three tokens that reach back into the span; dw at the span's own sums."""
+    """As in `_forward_span`; after: `here` and up to three tokens that reach back into the span; dw at the span's own sums.
+
+    Gives the largest magnitude of dx, 0 where AS is "dtype".
+    """
     w = _half_taps(weight, c)
     x3, x2, x1 = _before(x, X_ROW, start > 0)
     zero = tl.zeros_like(x1)
-    s, g = (zero, zero, zero), (zero, zero, zero, zero)
+    s, g, size = (zero, zero, zero), (zero, zero, zero, zero), zero
     words, dy_words = _load(x, X_ROW, here >= TURN, TURN), _load(dy, DY_ROW, here >= TURN, TURN)
     p = tl.load(positions + TURN - 1, mask=here >= TURN, other=0).to(tl.int32)
     dx -= 3 * DX_ROW
@@ -229,7 +243,7 @@ def _backward_span(
                 done, s, g = _backward_token(
                     v[j + 3], v[j + 2], v[j + 1], v[j], dv[j], w, s, g, 0, True, UNIT, FAST, True
                 )
-                tl.store(dx + j * DX_ROW, done.to(dx.dtype.element_ty), mask=i + j >= 3)
+                size = _give(dx + j * DX_ROW, done, by, i + j >= 3, size, AS)
             x3, x2, x1 = v[TURN], v[TURN + 1], v[TURN + 2]
         else:
             for j in range(tl.minimum(here + 3 - i, TURN)):
@@ -237,24 +251,48 @@ def _backward_span(
                 x0, dy0 = _wide(tl.load(x + j * X_ROW, there, 0)), _wide(tl.load(dy + j * DY_ROW, there, 0))
                 position = tl.load(positions + j, there, 0)
                 done, s, g = _backward_token(x0, x1, x2, x3, dy0, w, s, g, position, i + j < here, UNIT, FAST, False)
-                tl.store(dx + j * DX_ROW, done.to(dx.dtype.element_ty), mask=i + j >= 3)
+                size = _give(dx + j * DX_ROW, done, by, i + j >= 3, size, AS)
                 x3, x2, x1 = x2, x1, x0
         x += TURN * X_ROW
         dy += TURN * DY_ROW
         dx += TURN * DX_ROW
         positions += TURN
-    tl.store(dw, 0.5 * g[3])
-    tl.store(dw + CHANNELS, 0.5 * g[2])
-    tl.store(dw + 2 * CHANNELS, 0.5 * g[1])
-    tl.store(dw + 3 * CHANNELS, 0.5 * g[0])
+    if AS != "nothing":
+        tl.store(dw, 0.5 * g[3])
+        tl.store(dw + CHANNELS, 0.5 * g[2])
+        tl.store(dw + 2 * CHANNELS, 0.5 * g[1])
+        tl.store(dw + 3 * CHANNELS, 0.5 * g[0])
+    return tl.max(size, axis=0)
+
+
+@triton.jit
+def _round_through(
+    source, to, here, by, SOURCE_ROW: tl.constexpr, TO_ROW: tl.constexpr, MORE: tl.constexpr, WIDE: tl.constexpr,
+    AS: tl.constexpr,
+):  # fmt: skip
+    """`_pass_through` as `_give` does it; gives the largest magnitude."""
+    t, c, largest = tl.arange(0, 4), tl.arange(0, WIDE), 0.0
+    for i in range(0, here, 4):
+        there = (i + t < here)[:, None] & (c < MORE)[None, :]
+        block = tl.load(source + (i + t)[:, None] * SOURCE_ROW + c[None, :], mask=there, other=0.0).to(tl.float32)
+        size = _give(to + (i + t)[:, None] * TO_ROW + c[None, :], block, by, there, tl.zeros_like(block), AS)
+        largest = tl.maximum(largest, tl.max(tl.max(size, axis=0), axis=0))
+    return largest
 
 
 @triton.jit
 def _backward_kernel(
-    dq, dk, dv, drest, x, weight, positions, dx, dw, total,
+    dq, dk, dv, drest, x, weight, positions, dx, dw, known, inverse, seen, total,
     HEADS: tl.constexpr, HEAD: tl.constexpr, SPAN: tl.constexpr, TURN: tl.constexpr, X_ROW: tl.constexpr, DX_ROW: tl.constexpr,
-    PAIRS: tl.constexpr, FAST: tl.constexpr, MORE: tl.constexpr, WIDE: tl.constexpr,
+    PAIRS: tl.constexpr, FAST: tl.constexpr, MORE: tl.constexpr, WIDE: tl.constexpr, AS: tl.constexpr,
 ):  # fmt: skip
+    """AS: "dtype" stores dx in its dtype. "float8" rounds it with the scale whose inverse is given, and notes what it has seen.
+    "nothing" notes that alone, and only where `known`, a peak, is 0.
+    """
+    if AS == "nothing":  # noqa: SIM102  settled by the compiler, which would ask the next one of every kernel
+        if tl.load(known) > 0.0:
+            return
+    by = tl.load(inverse) if AS == "float8" else 1.0
     CHANNELS: tl.constexpr = 3 * HEADS * HEAD
     X_WORDS: tl.constexpr = X_ROW // 2 if PAIRS else X_ROW
     DY_WORDS: tl.constexpr = HEADS * HEAD // 2 if PAIRS else HEADS * HEAD
@@ -270,21 +308,26 @@ def _backward_kernel(
     dw += span * 4 * CHANNELS + block * HEAD + c
     at = start * (HEADS * HEAD) + block % HEADS * HEAD
     words = _words(x, HEAD, PAIRS)
+    largest = 0.0
     if block < 2 * HEADS:
         dy = dq
         if block >= HEADS:
             dy = dk
-        _backward_span(
-            _words(dy + at, HEAD, PAIRS), words, weight, positions, dx + c, dw, c, start, here, after,
-            DY_WORDS, X_WORDS, DX_ROW, CHANNELS, TURN, True, FAST,
+        largest = _backward_span(
+            _words(dy + at, HEAD, PAIRS), words, weight, positions, dx + c, dw, by, c, start, here, after,
+            DY_WORDS, X_WORDS, DX_ROW, CHANNELS, TURN, True, FAST, AS,
         )  # fmt: skip
     elif block < 3 * HEADS:
-        _backward_span(
-            _words(dv + at, HEAD, PAIRS), words, weight, positions, dx + c, dw, c, start, here, after,
-            DY_WORDS, X_WORDS, DX_ROW, CHANNELS, TURN, False, FAST,
+        largest = _backward_span(
+            _words(dv + at, HEAD, PAIRS), words, weight, positions, dx + c, dw, by, c, start, here, after,
+            DY_WORDS, X_WORDS, DX_ROW, CHANNELS, TURN, False, FAST, AS,
         )  # fmt: skip
-    else:
+    elif AS == "dtype":
         _pass_through(drest + start * MORE, dx, here, MORE, DX_ROW, MORE, WIDE)
+    else:
+        largest = _round_through(drest + start * MORE, dx, here, by, MORE, DX_ROW, MORE, WIDE, AS)
+    if AS != "dtype":
+        tl.store(seen + span * tl.num_programs(0) + block, largest)
 
 
 def short_conv_fused(
@@ -321,7 +364,8 @@ def _backward(
     grid, constants = _launch(x, weight, heads, dq, dk, dv)
     constants |= {"DX_ROW": dx.stride(0), "maxnreg": REGISTERS}
     dw = weight.new_empty(grid[1], weight.shape[1], weight.shape[0])
-    _backward_kernel[grid](dq, dk, dv, drest, x, weight, positions, dx, dw, len(x), **constants)
+    unused = dw, dw, dw
+    _backward_kernel[grid](dq, dk, dv, drest, x, weight, positions, dx, dw, *unused, len(x), AS="dtype", **constants)
     return dx, dw.sum(0).T.contiguous()
 
 
