@@ -270,9 +270,10 @@ def _round_through(
     source, to, here, by, SOURCE_ROW: tl.constexpr, TO_ROW: tl.constexpr, MORE: tl.constexpr, WIDE: tl.constexpr,
     AS: tl.constexpr,
 ):  # fmt: skip
-    """`_pass_through` as `_give` does it; gives the largest magnitude."""
-    t, c, largest = tl.arange(0, 4), tl.arange(0, WIDE), 0.0
-    for i in range(0, here, 4):
+    """`_pass_through` as `_give` does it, 64 values a thread or a token; gives the largest magnitude."""
+    ROWS: tl.constexpr = 4 if WIDE <= 512 else 2 if WIDE <= 1024 else 1
+    t, c, largest = tl.arange(0, ROWS), tl.arange(0, WIDE), 0.0
+    for i in range(0, here, ROWS):
         there = (i + t < here)[:, None] & (c < MORE)[None, :]
         block = tl.load(source + (i + t)[:, None] * SOURCE_ROW + c[None, :], mask=there, other=0.0).to(tl.float32)
         size = _give(to + (i + t)[:, None] * TO_ROW + c[None, :], block, by, there, tl.zeros_like(block), AS)
