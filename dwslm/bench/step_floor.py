@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from dwslm.bench import attention, delta_rule, newton_schulz, short_conv
 from dwslm.bench.case import Cost, Shape
 from dwslm.bench.work import Work
+from dwslm.model.delta import DeltaAttention
 from dwslm.model.lm import DTYPES, LanguageModel, ModelSettings
 from dwslm.model.projection import Projection
 from dwslm.ops import add_norm, delta_gate
+from dwslm.ops import short_conv as convolution
 from dwslm.ops.delta_rule import decay_dtype
 from dwslm.ops.mlp.fit import resolve
 from dwslm.optim.optimizer import Optimizer
@@ -131,12 +133,16 @@ def floors(
     of_width, of_hidden = QUANTISED[s.mlp_precision]
     quantised = s.layers * (of_width * s.width + of_hidden * s.mlp_hidden)
     quantised += DELAYED_BYTES * sum(sum(part.weight.shape) for part in in_fp8)
+    # Rounded where they are computed, and counted there: what the gated norm and the residual norm give, and the gradient of the
+    # convolution's input.
     if in_fp8 and s.local == "kda" and delta_gate.resolve(s.gate_engine, optimizer.device, s.delta_head_dim) == "fused":
-        # What the gated norm gives: rounded where it is computed, and counted there. So is what norms of the stream give.
         quantised -= DELAYED_BYTES * linear * inner
     if not s.depth_block and add_norm.rounds(s.norm_engine, optimizer.device, s.width):
         readers = s.layers * ((s.mlp_precision == "fp8_delayed") + (s.projection_precision == "fp8_delayed"))
         quantised -= DELAYED_BYTES * readers * s.width
+    if in_fp8 and convolution.rounds(s.conv_engine, optimizer.device, s.delta_head_dim):
+        behind = [part.input.weight for part in model.modules() if isinstance(part, DeltaAttention)]
+        quantised -= DELAYED_BYTES * sum(map(len, behind))
     if quantised:
         found["quantisation"] = Floor(bytes=float(total * quantised))
     if s.depth_block:

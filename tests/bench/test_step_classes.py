@@ -72,6 +72,7 @@ def test_products_of_the_loss_are_the_head_at_any_chunk():
         ("_rounded_kernel", "kernel", ["dwslm::add_norm_rounded"], "norms and elementwise"),
         ("_rope_kernel", "kernel", ["dwslm::qk_norm_rope"], "norms and elementwise"),
         ("_both_kernel", "kernel", ["dwslm::fp8_both"], "quantisation"),
+        ("_fp8_transpose_kernel", "kernel", ["dwslm::short_conv_backward_rounded"], "convolution"),
         ("kernel_0", "kernel", ["dwslm::kda_cudnn_backward", BACKWARD.name], "delta rule"),
         ("gradient_kernel", "kernel", ["dwslm::kda_fused_backward", BACKWARD.name], "delta rule"),
         ("Memset (Device)", "memset", ["dwslm::kda_cudnn"], "delta rule"),  # what an operator clears is its own
