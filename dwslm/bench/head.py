@@ -8,14 +8,18 @@ from torch import Tensor
 
 from dwslm.bench import engines_head as others
 from dwslm.bench.case import Case, Cost, Engine, Run, Shape, compiled
+from dwslm.bench.keep_first import KeepFirst
 from dwslm.bench.work import Work
-from dwslm.ops.loss_head import IGNORE, resolve, total_nats
+from dwslm.ops.fp8 import new_peaks
+from dwslm.ops.loss_head import IGNORE, PEAKS, resolve, total_nats, total_nats_delayed
 from dwslm.ops.loss_head.reference import token_nats_reference
 from dwslm.ops.segments import Segments
 
 Targets = Callable[[int], Tensor]
 """Tokens to the targets of a real batch of that size, int64, on the CPU."""
 MOST_AGREEMENT = 0.8
+FP8 = "float8_e4m3fn"
+FP8_BOUNDS = {"loss": 0.01, "dhidden": 0.10, "dweight": 0.10}
 
 
 def cases(shape: Shape, dtype: torch.dtype, device: torch.device, targets: Targets) -> list[Case]:
@@ -49,6 +53,16 @@ def cases(shape: Shape, dtype: torch.dtype, device: torch.device, targets: Targe
 
         return run
 
+    def delayed() -> Run:
+        peaks = new_peaks(len(PEAKS), device)
+
+        def run(inputs: Sequence[Tensor], segments: Segments) -> tuple[Tensor, ...]:
+            hidden, weight, targets = inputs
+            hidden, known = KeepFirst.apply(hidden, peaks)
+            return (total_nats_delayed(hidden, weight, targets, softcap, known),)
+
+        return run
+
     make = functools.partial
     cce = ("cut_cross_entropy", "pip install cut-cross-entropy")
     case = Case(
@@ -70,6 +84,7 @@ def cases(shape: Shape, dtype: torch.dtype, device: torch.device, targets: Targe
             Engine("compiled", make(own, "compiled"), patience=60),
             Engine("whole_compiled", lambda: compiled(others.whole(softcap), device), patience=60),
             Engine("torch", make(own, "torch")),
+            Engine("fp8_delayed", delayed, dtype=FP8, bounds=FP8_BOUNDS),
             Engine("cce", make(others.cut_cross_entropy, softcap, "high"), *cce, repeatable=False, patience=60),
             Engine("cce_exact", make(others.cut_cross_entropy, softcap, None), *cce, repeatable=False, patience=60),
         ),

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 PLAIN = ("model.depth_block=0", "model.value_embeddings=none")
+FP8 = ("model.mlp_precision=fp8_delayed", "model.projection_precision=fp8_delayed")
 
 
 def rows_of(context: int, segments: int) -> tuple[str, ...]:
@@ -21,7 +22,8 @@ BUILDS: dict[str, tuple[str, ...]] = {
     "plain": PLAIN,
     "fp8": (*PLAIN, "model.mlp_precision=fp8"),
     "fp8_delayed": (*PLAIN, "model.mlp_precision=fp8_delayed"),
-    "fp8_all": (*PLAIN, "model.mlp_precision=fp8_delayed", "model.projection_precision=fp8_delayed"),
+    "fp8_all": (*PLAIN, *FP8),
+    "fp8_head": (*PLAIN, *FP8, "model.head_precision=fp8_delayed"),
     "window": (*PLAIN, "model.local=window"),
     "no_depth": ("model.depth_block=0",),
     "no_values": ("model.value_embeddings=none",),
@@ -34,7 +36,7 @@ BUILDS: dict[str, tuple[str, ...]] = {
 }
 """Name to overrides on top of the configuration. "plain" has value embeddings and attention residuals off."""
 GROUPS: dict[str, tuple[str, ...]] = {
-    "table": ("main", "plain", "fp8", "fp8_delayed", "fp8_all", "window", "no_depth", "no_values"),
+    "table": ("main", "plain", "fp8", "fp8_delayed", "fp8_all", "fp8_head", "window", "no_depth", "no_values"),
     "growth": ("main", "layers_8", "layers_40", "context_1k", "context_16k", "context_32k"),
 }
 """Names that stand for several builds. "main" is the point of 20 layers and context 4,096 of the growth."""
@@ -47,6 +49,7 @@ MEANING = {
     "fp8": "plain, FP8 MLP with one scale per row",
     "fp8_delayed": "plain, FP8 MLP with delayed scales per tensor",
     "fp8_all": "plain, FP8 MLP and projections with delayed scales per tensor",
+    "fp8_head": "fp8_all, and the loss head in FP8",
     "window": "plain, window arm in place of KDA",
     "no_depth": "attention residuals off",
     "no_values": "value embeddings off",

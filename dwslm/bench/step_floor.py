@@ -42,7 +42,7 @@ ROPE_PASSES = 2 + 3
 TABLE_BYTES = (4 + 2) + (2 + 4 + 4)
 """A looked-up row, per element: float32 in, activation out; backward gradient in, float32 read and written."""
 LOGIT_PASSES = 2
-"""Logits in, their gradient out."""
+"""Logits in, their gradient out; in float8 it is as large, since it goes out twice."""
 
 
 QUANTISED = {"model": (0, 0), "fp8": (3 + 3, 3 + 9), "fp8_delayed": (4 + 4, 4 + 6)}
@@ -108,7 +108,7 @@ def floors(
         "mlp up": mlp,
         "mlp down": mlp,
         "projections": Floor(flop=6.0 * total * (weights - matrices), fp8_flop=6.0 * total * matrices),
-        "head": Floor(flop=6.0 * total * s.width * vocab),
+        "head": Floor(**{"flop" if s.head_precision == "model" else "fp8_flop": 6.0 * total * s.width * vocab}),
         "newton-schulz": Floor(flop=_newton_schulz_flop(optimizer)),
         "head elementwise": Floor(bytes=float(BYTES * LOGIT_PASSES * total) * vocab),
         "norms and elementwise": Floor(bytes=float(elementwise)),
@@ -133,6 +133,7 @@ def floors(
     of_width, of_hidden = QUANTISED[s.mlp_precision]
     quantised = s.layers * (of_width * s.width + of_hidden * s.mlp_hidden)
     quantised += DELAYED_BYTES * sum(sum(part.weight.shape) for part in in_fp8)
+    quantised += 0 if s.head_precision == "model" else DELAYED_BYTES * s.width
     # Rounded where they are computed, and counted there: what the gated norm and the residual norm give, and the gradient of the
     # convolution's input.
     if in_fp8 and s.local == "kda" and delta_gate.resolve(s.gate_engine, optimizer.device, s.delta_head_dim) == "fused":

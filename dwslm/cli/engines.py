@@ -67,18 +67,20 @@ def engine(part: str, s: ModelSettings, device: torch.device, tokens: int = EVEN
         return mlp.resolve(s.mlp_engine, device, dtype, tokens, s.width, s.mlp_hidden)
     if part == "attention residuals" and s.depth_block:
         return depth_mix.resolve(s.depth_engine, device)
-    if part == "head":
+    if part == "head" and s.head_precision == "model":
         return loss_head.resolve(s.head_engine, device)
     return "not used"
 
 
 def precision_misfit(s: ModelSettings, device: torch.device) -> str | None:
-    """Why the MLP or the projections cannot have their precision; None where they can."""
+    """Why the MLP, the projections or the head cannot have their precision; None where they can."""
     kinds, dtype = set(s.kinds()), DTYPES[s.dtype]
     of_mixers = [s.heads * s.head_dim] * bool(kinds & {"global", "window"})
     of_mixers += [s.delta_heads * s.delta_head_dim] * bool(kinds & {"kda", "gdn"})
-    return mlp.misfit(s.mlp_precision, device, dtype, s.width, s.mlp_hidden) or fp8.misfit(
-        s.projection_precision, device, dtype, s.width, *of_mixers
+    return (
+        mlp.misfit(s.mlp_precision, device, dtype, s.width, s.mlp_hidden)
+        or fp8.misfit(s.projection_precision, device, dtype, s.width, *of_mixers)
+        or loss_head.misfit(s.head_precision, device, dtype, s.width)
     )
 
 

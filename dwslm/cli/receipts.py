@@ -40,6 +40,7 @@ def describe(config: RunConfig, built: Built, console: Console) -> None:
                 "numerics": f"{s.dtype} compute on float32 masters, MLP in "
                 + (s.dtype if s.mlp_precision == "model" else s.mlp_precision)
                 + ("" if s.projection_precision == "model" else f", projections in {s.projection_precision}")
+                + ("" if s.head_precision == "model" else f", head in {s.head_precision}")
                 + (", deterministic" if config.train.deterministic else "")
                 + (", compiled" if config.train.compile else ""),
                 "engines": ", ".join(f"{part} {name}" for part, name in built.engines.items() if name != "not used"),

@@ -26,7 +26,7 @@ from dwslm.ops import add_norm, delta_gate, depth_mix, fp8, loss_head, mlp, qk_n
 from dwslm.ops import attention as attention_op
 from dwslm.ops import delta_rule as delta_rule_op
 from dwslm.ops.depth_mix.keys import reader_keys
-from dwslm.ops.loss_head import token_nats, total_nats
+from dwslm.ops.loss_head import token_nats, total_nats, total_nats_delayed
 from dwslm.ops.norm import rms_norm
 from dwslm.ops.segments import segments
 
@@ -83,6 +83,9 @@ class ModelSettings:
     projection_precision: str = "model"
     """Of the mixers' input and output projections: "model" multiplies in the compute dtype, "fp8_delayed" in float8_e4m3 as the
     MLP's does. What takes KDA's gates out of their low rank stays in the compute dtype."""
+    head_precision: str = "model"
+    """Of the loss head: "model" multiplies in the compute dtype, "fp8_delayed" in float8 in training. Scores are taken in the
+    compute dtype."""
     value_embeddings: str = "global"
     """Layers with a value embedding: "none", "global" (the global layers), or "alternating" (every second layer)."""
     depth_block: int = 8
@@ -128,6 +131,7 @@ class ModelSettings:
             "delta_gate": (self.delta_gate, ("bounded", "softplus")),
             "mlp_precision": (self.mlp_precision, mlp.PRECISIONS),
             "projection_precision": (self.projection_precision, fp8.PRECISIONS),
+            "head_precision": (self.head_precision, loss_head.PRECISIONS),
             "value_embeddings": (self.value_embeddings, VALUE_EMBEDDINGS),
             "dtype": (self.dtype, tuple(DTYPES)),
         }
@@ -186,6 +190,11 @@ class ModelSettings:
             )
         depth_mix.check_name(self.depth_engine)
         loss_head.check_name(self.head_engine)
+        if self.head_engine != "auto" and self.head_precision != "model":
+            raise ValueError(
+                f"model.head_engine={self.head_engine} is for model.head_precision=model, not for {self.head_precision}, "
+                "whose kernels are its own: set model.head_engine=auto"
+            )
 
     @property
     def residual_factor(self) -> float:
@@ -262,6 +271,8 @@ class LanguageModel(nn.Module):
         self.final_query = DepthQuery(s.width) if s.depth_block else None
         self.final_norm = Norm(s.width, s.norm_eps)
         self.head = Projection(s.width, OutputBlock("", vocab_size, role="head"), dtype=dtype)
+        if s.head_precision != "model":
+            self.head.keep_peaks(len(loss_head.PEAKS))
         self.set_rope(s.rope)
         initialize(self, s.width, s.init_scale, seed)
 
@@ -318,6 +329,8 @@ class LanguageModel(nn.Module):
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Sum of nats over the scored targets, float32 scalar, from the final norm's output [T, width]."""
         s = self.settings
+        if self.head.peaks is not None and torch.is_grad_enabled():
+            return total_nats_delayed(hidden, self.head.weight, targets, s.softcap, self.head.peaks)
         return total_nats(hidden, self.head.weight, targets, s.softcap, engine=s.head_engine)
 
     @torch.no_grad()

@@ -119,6 +119,8 @@ def estimate(model: LanguageModel, optimizer: Optimizer, tokens: int) -> dict[st
     # This rank's share; gradients alone are those of the whole model.
     held = memory_bytes(optimizer.owned) | {"gradient": optimizer.gradient.nbytes}
     logits = min(CHUNK_BYTES, tokens * element * model.vocab_size)
+    # The gradient in place of the logits; in float8 beside them, and of all tokens, transposed.
+    head = 2 * logits if s.head_precision == "model" else logits * 3 // 2 + tokens * model.vocab_size
     activations = tokens * activation_bytes(model, shifted=shifted, own_delta=rule == "fused")
     gaps = (
         {"gaps between attention residuals": int(GAPS * activations)} if s.depth_block and device.type == "cuda" else {}
@@ -130,7 +132,7 @@ def estimate(model: LanguageModel, optimizer: Optimizer, tokens: int) -> dict[st
         f"activations of {tokens:,} tokens, compiled": activations,
         **gaps,
         **_float8_weights(model),
-        "loss head (a chunk of logits and its gradient)": 2 * logits + 4 * model.head.weight.numel(),
+        "loss head (a chunk of logits and its gradient)": head + 4 * model.head.weight.numel(),
     }
 
 

@@ -46,6 +46,15 @@ def test_products_of_other_operators():
     assert classify(product(name="aten::mm"), SHAPES) == "other products"  # no shapes were recorded
 
 
+def test_the_head_in_fp8():
+    nats = (Op("_Nats"),)
+    whole = ((16384, 1024), (1, 1), (32768, 1024), (1, 1))
+    assert classify(product(*whole, name="dwslm::fp8_product", around=nats), SHAPES) == "head"
+    assert classify(Kernel("_nats_gradient_kernel", "kernel", 0, 1, nats), SHAPES) == "head elementwise"
+    rounding = Kernel("_fp8_both_kernel", "kernel", 0, 1, (Op("dwslm::fp8_both"), *nats))
+    assert classify(rounding, SHAPES) == "quantisation"
+
+
 def test_products_of_the_update_are_newton_schulz_whatever_their_shape():
     update = (Op("CompiledFunction"), Op(UPDATE))
     assert (

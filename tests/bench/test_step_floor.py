@@ -91,6 +91,21 @@ def test_projections_in_fp8_by_hand():
     assert found["mlp up"].fp8_flop == 0
 
 
+def test_a_head_in_fp8_by_hand():
+    """All of its products; hidden states in with 2 bytes and out twice with 1; of the logits as many bytes as before."""
+    settings = dict(layers=4, width=32, heads=2, kv_heads=1, head_dim=16, window=8, mlp_hidden=64, depth_block=0,
+                    local="window", value_embeddings="none", dtype="float32")  # fmt: skip
+    found = []
+    for precision in ("model", "fp8_delayed"):
+        model = LanguageModel(ModelSettings(**settings, head_precision=precision), vocab_size=128)
+        optimizer = Optimizer(dict(model.named_parameters()), model.roles(), OptimSettings(), lr=0.01)
+        found.append(floors(model, optimizer, [np.array([0, 64], np.int32)], tokens=64, context=64))
+    before, after = found
+    assert after["head"].flop == 0 and after["head"].fp8_flop == before["head"].flop == 6 * 64 * 32 * 128
+    assert after["quantisation"].bytes == 64 * 4 * 32 and "quantisation" not in before
+    assert all(after[name] == before[name] for name in before.keys() - {"head"})
+
+
 def test_what_fused_kernels_keep_off_the_memory(monkeypatch):
     """Three KDA layers of inner width 32, 64 tokens: log decays of 2 bytes in place of 4, in and out of the gate and their
     gradient likewise; in and out of the delta rule three times."""

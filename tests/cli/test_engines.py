@@ -60,6 +60,13 @@ def test_projections_that_do_not_fit_are_refused(changes, told):
     engines(replace(settings, projection_precision="model"), CPU, 60)
 
 
+def test_a_head_that_does_not_fit_is_refused_and_has_kernels_of_its_own():
+    settings = replace(SMALL, head_precision="fp8_delayed")
+    assert engines(settings, CPU, 64)["head"] == "not used"
+    with pytest.raises(ValueError, match=r"multiples of 16, not \(40,\): set model.head_precision=model"):
+        engines(replace(settings, width=40), CPU, 64)
+
+
 def test_what_another_mixer_would_have_is_no_matter():
     settings = replace(SMALL, projection_precision="fp8_delayed", local="window", delta_head_dim=12)
     engines(settings, CPU, 64)

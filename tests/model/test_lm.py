@@ -165,6 +165,11 @@ def test_each_part_can_be_turned_off():
         ({"depth_block": 7}, "model.depth_block=7 does not divide the 40 sublayers"),
         ({"mlp_precision": "int4"}, "model.mlp_precision='int4'"),
         ({"projection_precision": "fp8"}, "model.projection_precision='fp8'"),
+        ({"head_precision": "fp8"}, "model.head_precision='fp8'"),
+        (
+            {"head_precision": "fp8_delayed", "head_engine": "torch"},
+            "model.head_engine=torch is for model.head_precision=model",
+        ),
         ({"dtype": "float16"}, "model.dtype='float16'"),
         ({"head_dim": 7}, "must be even"),
         ({"delta_engine": "warp"}, "unknown delta-rule engine 'warp'"),

@@ -121,6 +121,16 @@ def test_the_count_is_within_seven_percent_of_peaks_with_our_own_delta_rule(chan
     assert others + activation_bytes(model, shifted=False, own_delta=True) * tokens == pytest.approx(measured, rel=0.07)
 
 
+def test_a_head_in_fp8_keeps_its_transposed_gradient():
+    """A byte a logit of all tokens; of a chunk (1 GiB of logits) the gradient in a byte in place of two."""
+    head = "loss head (a chunk of logits and its gradient)"
+    (before, vocab), (after, _) = (
+        (estimate(model, optimizer, 65_536)[head], model.vocab_size)
+        for model, optimizer in (on_paper(**PLAIN), on_paper(**PLAIN, head_precision="fp8_delayed"))
+    )
+    assert after - before == 65_536 * vocab - 2**29
+
+
 def test_float8_weights_are_counted_once():
     """MLPs of 20 layers of 1,024 x 4,096, and 15 x (3,336 + 1,024) + 5 x (1,536 + 1,024) rows of 1,024, a byte each."""
     for changes, kept in (

@@ -15,10 +15,11 @@ from tests.model.small import small_model
 TOKENS = 32
 MLPS: dict[str, Any] = {"pattern": ["global"], "mlp_precision": "fp8_delayed"}
 PROJECTIONS: dict[str, Any] = {"pattern": ["local", "global"], "projection_precision": "fp8_delayed"}
+HEAD: dict[str, Any] = {"pattern": ["global"], "head_precision": "fp8_delayed"}
 CASES = pytest.mark.parametrize(
     "changes",
-    [MLPS, PROJECTIONS, PROJECTIONS | {"mlp_precision": "fp8_delayed", "local": "gdn"}],
-    ids=["mlp", "projections", "both"],
+    [MLPS, PROJECTIONS, PROJECTIONS | {"mlp_precision": "fp8_delayed", "local": "gdn"}, HEAD],
+    ids=["mlp", "projections", "both", "head"],
 )
 
 
@@ -58,7 +59,7 @@ def test_a_resume_goes_on_to_the_same_bits_and_not_without_the_peaks(changes: di
     parts += ["mixer.input", "mixer.output"] * ("projection_precision" in changes)
     assert {name for name in state if "peaks" in name} == {
         f"layers.{i}.{part}.peaks" for i in range(2) for part in parts
-    }
+    } | ({"head.peaks"} if "head_precision" in changes else set())
     resumed.optimizer.load(weights, state)
     without.optimizer.load(weights, {name: t * ("peaks" not in name) for name, t in state.items()})
     for step in (straight, resumed, without):
@@ -103,7 +104,7 @@ def test_a_model_keeps_its_state_when_it_is_moved_and_cast() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [MLPS | {"mlp_precision": "fp8"}, MLPS, PROJECTIONS], ids=["rows", "mlp", "projections"]
+    "changes", [MLPS | {"mlp_precision": "fp8"}, MLPS, PROJECTIONS, HEAD], ids=["rows", "mlp", "projections", "head"]
 )
 def test_a_compiled_step_compiles_once(changes: dict[str, Any]) -> None:
     """A second compilation would end the run."""

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from dwslm.data.loader import GlobalBatch, TorchBatch
+from dwslm.ops.attention import flash4
 from dwslm.optim.optimizer import Optimizer
 from dwslm.optim.settings import OptimSettings
 from dwslm.train.guard import Guard, GuardSettings
@@ -80,10 +81,13 @@ def deterministic():
     "changes", [{"local": "kda"}, {"local": "gdn"}, {"local": "window"}, {"mlp_precision": "fp8"},
                 {"mlp_precision": "fp8_delayed"}, {"projection_precision": "fp8_delayed"},
                 {"local": "gdn", "mlp_precision": "fp8_delayed", "projection_precision": "fp8_delayed"},
-                {"depth_block": 0, "mlp_precision": "fp8_delayed", "projection_precision": "fp8_delayed"}],
-    ids=["kda", "gdn", "window", "fp8", "fp8_delayed", "projections", "gdn-all", "plain-all"],
+                {"depth_block": 0, "mlp_precision": "fp8_delayed", "projection_precision": "fp8_delayed"},
+                {"head_precision": "fp8_delayed"}, {"local": "window", "attention_engine": "flash4"}],
+    ids=["kda", "gdn", "window", "fp8", "fp8_delayed", "projections", "gdn-all", "plain-all", "head", "flash4"],
 )  # fmt: skip
 def test_replays_give_the_bits_of_launches(deterministic, changes, compile):
+    if changes.get("attention_engine") == "flash4" and (reason := flash4.unavailable()):
+        pytest.skip(reason)
     steps = [make_step(record, compile=compile, **changes) for record in (True, False)]
     told = []
     for step in steps:

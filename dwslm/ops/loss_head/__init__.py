@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from dwslm.ops import choice
 from dwslm.ops.loss_head import chunked, compiled
 from dwslm.ops.loss_head.chunked import token_nats
+from dwslm.ops.loss_head.fp8 import PEAKS, PRECISIONS, misfit, total_nats_delayed
 
 IGNORE = -100
 
@@ -25,7 +26,18 @@ def _fused(*args: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
 
 ENGINES = {"fused": _fused, "compiled": compiled.value_and_gradients, "torch": chunked.value_and_gradients}
 
-__all__ = ["ENGINES", "IGNORE", "check_name", "resolve", "token_nats", "total_nats"]
+__all__ = [
+    "ENGINES",
+    "IGNORE",
+    "PEAKS",
+    "PRECISIONS",
+    "check_name",
+    "misfit",
+    "resolve",
+    "token_nats",
+    "total_nats",
+    "total_nats_delayed",
+]
 
 
 def check_name(engine: str) -> None:
