@@ -183,8 +183,8 @@ def activation_bytes(model: LanguageModel, *, shifted: bool, own_delta: bool) ->
         # Transposed float8 stands for a norm's output, which attention residuals still want.
         normed = 0 if s.depth_block else s.width
         if s.mlp_precision == "fp8_delayed":
-            per_token += s.mlp_hidden + s.width  # the square and the input
-            kept -= normed
+            per_token += 2 * s.mlp_hidden + s.width  # the square both ways, and the input
+            kept -= s.mlp_hidden + normed
         if s.projection_precision == "fp8_delayed":
             per_token += s.width + inner  # inputs of both projections
             # Softmax attention wants its output itself.

@@ -31,6 +31,16 @@ def test_the_value_that_is_rounded_is_the_squared_relu_or_its_gradient():
     assert scale.item() == pytest.approx(6 / FP8_MAX) and values.tolist() == [[448.0, 0.0, -144.0]]
 
 
+def test_the_gradient_at_a_rounded_square():
+    """Squares 16 and 0.25 of scale 4: roots 8 and 1, so that the gradient is x times 16 and 2; at 0 it is 0."""
+    a, x = torch.tensor([[16.0, 0.25, 0.0, 448.0]]).to(FP8), torch.tensor([[1.0, -3.0, 5.0, 0.0]])
+    a, x = a.expand(4, 4).contiguous(), x.expand(4, 4).contiguous()
+    peaks = torch.tensor([448 / MARGIN])  # a scale of 1
+    values, transposed, scale, seen = quantize.both(x, a, False, peaks, 0, 1.0, torch.full((1, 1), 4.0))
+    assert scale.item() == 1.0 and seen.item() == 16.0
+    assert values.tolist() == [[16.0, -6.0, 0.0, 0.0]] * 4 and torch.equal(transposed.float(), values.float().T)
+
+
 def test_transposed_rows_are_the_rows_of_the_transpose():
     x = torch.randn(48, 32)
     for got, want in zip(quantize.rows_transposed(x), quantize.rows(x.T.contiguous(), False), strict=True):
@@ -61,18 +71,16 @@ def test_kernels_give_the_bits_of_the_formulas(shape):
     x, h = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
     x[3] = 0
     known = torch.tensor([0.0, 2.0])
+    square, _, square_scale, _ = quantize.both(h, None, True, known, 0)
     calls = [
         (quantize.rows, (x, False)),
         (quantize.rows, (x, True)),
         (quantize.rows_transposed, (x,)),
         (quantize.rows_gradient, (x, h)),
         (quantize.rows, (x, True, 0.4)),
-        (quantize.both, (x, h, False, known, 1, 0.4)),
-        *(
-            (quantize.both, (*value, known, i))
-            for value in ((x, None, False), (h, None, True), (x, h, False))
-            for i in (0, 1)
-        ),
+        (quantize.both, (x, None, False, known, 1, 0.4)),
+        *((quantize.both, (*value, known, i)) for value in ((x, None, False), (h, None, True)) for i in (0, 1)),
+        *((quantize.both, (x, square, False, known, i, 0.4, square_scale)) for i in (0, 1)),
     ]
     for operator, arguments in calls:
         want = operator(*arguments)
@@ -83,7 +91,11 @@ def test_kernels_give_the_bits_of_the_formulas(shape):
             b = b.cpu()
             if a.shape != b.shape:  # peaks: one a tile there
                 a, b = a.amax(), b.amax()
-            assert torch.equal(a.float(), b.float()), operator
+            if len(arguments) == 7:  # roots are rounded apart there: one in a thousand may be a step off
+                torch.testing.assert_close(a.float(), b.float(), rtol=0.13, atol=2**-9)
+                assert a.numel() < 1000 or (a.float() != b.float()).float().mean() < 1e-3
+            else:
+                assert torch.equal(a.float(), b.float()), operator
     tiles = [torch.rand(n, device="cuda") for n in (1, 5000, 16384)]
     assert torch.equal(quantize.largest(tiles).cpu(), torch.stack([t.amax().cpu() for t in tiles]))
 
@@ -93,10 +105,11 @@ def test_kernels_hand_on_what_is_not_finite():
     for bad in (float("inf"), float("nan")):
         x = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16)
         x[5, 7] = bad
+        square = torch.ones_like(x).to(FP8)
         for values in (
             quantize.both(x, None, True, torch.ones(1, device="cuda"), 0)[0],
             quantize.both(x, None, False, torch.ones(1, device="cuda"), 0)[0],
-            quantize.both(x, x, False, torch.ones(1, device="cuda"), 0)[0],
+            quantize.both(x, square, False, torch.ones(1, device="cuda"), 0, 1.0, torch.ones(1, 1, device="cuda"))[0],
             quantize.rows(x, True)[0],
             quantize.rows_gradient(x, x)[2],
         ):

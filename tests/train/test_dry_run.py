@@ -87,7 +87,6 @@ def test_our_own_delta_rule_is_counted_where_it_runs(monkeypatch, capability, tr
         ({}, 112.8e9),
         (PLAIN, 107.0e9),
         (PLAIN | {"mlp_precision": "fp8"}, 109.5e9),
-        (PLAIN | {"mlp_precision": "fp8_delayed"}, 115.7e9),
         (PLAIN | {"local": "window"}, 71.2e9),
     ],
 )
@@ -106,8 +105,8 @@ def test_the_count_is_within_six_percent_of_peaks_with_the_delta_rule_of_cudnn(c
         ({}, 65_536, 67.7e9),
         (PLAIN, 131_072, 127.3e9),
         (PLAIN | {"mlp_precision": "fp8"}, 131_072, 129.0e9),
-        (PLAIN | {"mlp_precision": "fp8_delayed"}, 131_072, 135.2e9),
-        (PLAIN | {"mlp_precision": "fp8_delayed", "projection_precision": "fp8_delayed"}, 131_072, 132.4e9),
+        (PLAIN | {"mlp_precision": "fp8_delayed"}, 131_072, 124.5e9),
+        (PLAIN | {"mlp_precision": "fp8_delayed", "projection_precision": "fp8_delayed"}, 131_072, 121.7e9),
         (PLAIN | {"local": "window"}, 131_072, 76.2e9),
         ({"layers": 40}, 32_768, 71.4e9),
     ],
@@ -160,16 +159,16 @@ def test_what_a_recording_holds_with_attention_residuals():
 
 
 def test_float8_in_place_of_the_norms_output():
-    """One byte instead of two for the MLP's input, and one for the square on top, whose derivative wants the hidden layer. The
-    attention residuals keep the input as it is, for themselves."""
+    """One byte instead of two for the MLP's input; the square twice in one byte, once in two before. The attention residuals keep
+    the input as it is, for themselves."""
     model, _ = on_paper(**PLAIN)
     delayed, _ = on_paper(**PLAIN, mlp_precision="fp8_delayed")
 
     def kept(model: LanguageModel) -> int:
         return activation_bytes(model, shifted=False, own_delta=False)
 
-    assert kept(delayed) - kept(model) == 20 * (4096 - 1024)
-    assert kept(on_paper(mlp_precision="fp8_delayed")[0]) - kept(on_paper()[0]) == 20 * (4096 + 1024)
+    assert kept(delayed) - kept(model) == 20 * -1024
+    assert kept(on_paper(mlp_precision="fp8_delayed")[0]) - kept(on_paper()[0]) == 20 * 1024
 
 
 def test_float8_in_place_of_what_goes_into_projections():

@@ -56,9 +56,18 @@ def rows_gradient(da: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 @torch.library.custom_op("dwslm::fp8_both", mutates_args=())
 def both(
-    x: Tensor, h: Tensor | None, square: bool, peaks: Tensor, index: int, factor: float = 1.0
+    x: Tensor,
+    a: Tensor | None,
+    square: bool,
+    peaks: Tensor,
+    index: int,
+    factor: float = 1.0,
+    a_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """[n, k] rounded with one scale, as it is and transposed, in one pass; n a multiple of 4.
+
+    What is rounded is x; or relu(x)^2 where `square`; or x times 2 sqrt(a a_scale), the derivative at a square that was
+    rounded to float8 `a` [n, k] with scale `a_scale` [1, 1].
 
     The scale makes room for 1.5 times `peaks[index]`, or where that is 0 times the peak of the tensor at hand. What is beyond it
     saturates; what is not finite becomes NaN.
@@ -70,8 +79,10 @@ def both(
     if x.is_cuda:
         from dwslm.ops.fp8 import kernels
 
-        return kernels.both(x, h, square, peaks, index, factor)
-    full = value(x, h, square)
+        return kernels.both(x, a, square, peaks, index, factor, a_scale)
+    full = value(x, square=square)
+    if a is not None and a_scale is not None:
+        full = full * (2 * (a.float() * a_scale).sqrt())
     peak = full.abs().amax()
     scale = torch.where(peaks[index] > 0, peaks[index], peak).clamp(min=TINY).view(1, 1) * (MARGIN / FP8_MAX)
     scaled = (full * scale.reciprocal()).where(full.isfinite(), torch.nan)

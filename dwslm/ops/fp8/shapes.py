@@ -26,7 +26,13 @@ def rows_gradient(da: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def both(
-    x: Tensor, h: Tensor | None, square: bool, peaks: Tensor, index: int, factor: float = 1.0
+    x: Tensor,
+    a: Tensor | None,
+    square: bool,
+    peaks: Tensor,
+    index: int,
+    factor: float = 1.0,
+    a_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     count = tiles(x) if x.is_cuda else 1
     return (

@@ -6,7 +6,8 @@ in the compute dtype: a row of theirs runs over all tokens, so a scale per row w
 `delayed`: one scale per tensor, from its peak in the micro-batch before. A scale known beforehand lets one kernel round a tensor
 and transpose it while it is read, so all six products run in FP8.
 
-In neither recipe does relu(h)^2 meet memory unrounded forward, and h, in the compute dtype, is all that backward needs of it.
+In neither recipe does relu(h)^2 meet memory unrounded forward. `rows` keeps h, in the compute dtype, for backward; `delayed`
+keeps relu(h)^2 as it was rounded, twice whose root is the derivative, in half of the bytes.
 
 The layer's factor is in a scale of one operand of each product that it belongs to, or in the alpha of a product in the compute
 dtype. `rows`: in those of relu(h)^2 and dy, and in the product for down's gradient. `delayed`: in that of relu(h)^2, which takes
@@ -73,24 +74,27 @@ class Delayed(torch.autograd.Function):
         up8, up8_t, up_scale, up_seen = quantize.both(up, None, False, peaks, UP)
         down8, down8_t, down_scale, down_seen = quantize.both(down, None, False, peaks, DOWN)
         h = product(x8, x_scale, up8, up_scale, up.dtype, True)
-        a8, a8_t, a_scale, a_seen = quantize.both(h, None, True, peaks, A, factor)
-        y = product(a8, a_scale, down8, down_scale, up.dtype, True)
-        scales, seen = (x_scale, up_scale, down_scale, a_scale), (x_seen, up_seen, down_seen, a_seen)
-        ctx.save_for_backward(h, x8_t, up8_t, down8_t, a8_t, peaks, *scales, *seen)
+        a8, a8_t, a_scale, a_seen = quantize.both(h, None, True, peaks, A)
+        times_factor = a_scale * factor
+        y = product(a8, times_factor, down8, down_scale, up.dtype, True)
+        scales, seen = (x_scale, up_scale, down_scale, a_scale, times_factor), (x_seen, up_seen, down_seen, a_seen)
+        ctx.save_for_backward(x8_t, up8_t, down8_t, a8, a8_t, peaks, *scales, *seen)
         ctx.factor = factor
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        h, x8_t, up8_t, down8_t, a8_t, peaks, x_scale, up_scale, down_scale, a_scale, *seen = ctx.saved_tensors
+        x8_t, up8_t, down8_t, a8, a8_t, peaks, *scales, x_seen, up_seen, down_seen, a_seen = ctx.saved_tensors
+        x_scale, up_scale, down_scale, a_scale, times_factor = scales
         dy8, dy8_t, dy_scale, dy_seen = quantize.both(dy.contiguous(), None, False, peaks, DY)
-        da = product(dy8, dy_scale, down8_t, down_scale, h.dtype, True)
-        dh8, dh8_t, dh_scale, dh_seen = quantize.both(da, h, False, peaks, DH, ctx.factor)
+        da = product(dy8, dy_scale, down8_t, down_scale, dy.dtype, True)
+        dh8, dh8_t, dh_scale, dh_seen = quantize.both(da, a8, False, peaks, DH, ctx.factor, a_scale)
         # A sum over all tokens of the micro-batch is too long for short registers.
-        ddown = product(dy8_t, dy_scale, a8_t, a_scale, dy.dtype, False)
+        ddown = product(dy8_t, dy_scale, a8_t, times_factor, dy.dtype, False)
         dup = product(dh8_t, dh_scale, x8_t, x_scale, dy.dtype, False)
         dx = product(dh8, dh_scale, up8_t, up_scale, dy.dtype, True)
-        return dx, None, None, None, None, dup, ddown, quantize.largest([*seen, dy_seen, dh_seen]), None
+        seen = quantize.largest([x_seen, up_seen, down_seen, a_seen, dy_seen, dh_seen])
+        return dx, None, None, None, None, dup, ddown, seen, None
 
 
 def rounding(peaks: Tensor) -> Rounding:
