@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from dwslm.ops.fp8 import product as fp8_product
 from dwslm.ops.fp8 import quantize
+from dwslm.ops.fp8.formats import BOUNDED, BOUNDED_STEPS
 from dwslm.ops.loss_head.compiled import CHUNK_BYTES, loss_and_gradient
 
 SETTING = "model.head_precision"
@@ -26,9 +27,6 @@ PEAKS = ("hidden", "weight")
 """What has a delayed scale, in the order of the state (`new_peaks(len(PEAKS))`)."""
 HIDDEN, WEIGHT = range(len(PEAKS))
 
-FORMAT = torch.float8_e5m2
-STEPS = 2.0**15
-"""D is stored times this: 1 is well inside e5m2's 57,344, and its least number stands for 2^-31."""
 TILE = 128
 """Tokens of a chunk are a multiple of this, but for the last."""
 
@@ -68,11 +66,11 @@ class _Nats(torch.autograd.Function):
         full_hidden, full_weight = fp8_product.filled(hidden.contiguous()), fp8_product.filled(weight)
         h8, h8_t, h_scale, h_seen = quantize.both(full_hidden, None, False, peaks, HIDDEN)
         w8, w8_t, w_scale, w_seen = quantize.both(full_weight, None, False, peaks, WEIGHT)
-        d_scale = torch.full_like(h_scale, 1 / STEPS)
+        d_scale = torch.full_like(h_scale, 1 / BOUNDED_STEPS)
         rows, columns = len(h8), len(w8)
         size = max(TILE, CHUNK_BYTES // (hidden.element_size() * columns) // TILE * TILE)
         nats = hidden.new_zeros(rows, dtype=torch.float32)
-        d8_t = hidden.new_empty(columns, rows, dtype=FORMAT)
+        d8_t = hidden.new_empty(columns, rows, dtype=BOUNDED)
         d_hidden = torch.empty_like(full_hidden)
         aims = torch.nn.functional.pad(targets, (0, rows - total), value=ignore)
         for start in range(0, rows, size):
@@ -99,7 +97,7 @@ def _formulas(
 ) -> Tensor:
     """Writes nats, which sum up to the chunk's, and D's transpose, rounded; returns D rounded. Columns past `vocab` are zero."""
     nats[0], gradient = loss_and_gradient(logits[:, :vocab].float(), targets, softcap, ignore)
-    d8 = torch.nn.functional.pad(gradient * STEPS, (0, logits.shape[1] - vocab)).to(FORMAT)
+    d8 = torch.nn.functional.pad(gradient * BOUNDED_STEPS, (0, logits.shape[1] - vocab)).to(BOUNDED)
     d8_t.copy_(d8.t())
     return d8
 

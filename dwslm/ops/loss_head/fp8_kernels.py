@@ -11,15 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dwslm.ops.fp8.formats import BOUNDED, BOUNDED_STEPS
 from dwslm.ops.fp8.kernels import INTERPRETED, ROUND_SIXTEEN, ROUNDED, SIXTEEN, _load_rows
-from dwslm.ops.loss_head.fp8 import FORMAT, STEPS
 from dwslm.ops.loss_head.fused import KEEP_NAN, _exponentials
 from dwslm.ops.loss_head.fused import TILE as SUM_TILE
 from dwslm.ops.loss_head.fused import WARPS as SUM_WARPS
 
 ROWS, COLUMNS = 128, 128  # of a program, as those of `fp8_both`
 ROUND_WARPS = 16
-TIMES = tl.constexpr(STEPS)
+TIMES = tl.constexpr(BOUNDED_STEPS)
 ROUND_SIXTEEN_E5M2 = tl.constexpr(ROUND_SIXTEEN.value.replace("e4m3x2", "e5m2x2"))
 
 
@@ -126,7 +126,7 @@ def gradient(
         logits, targets, nats, factors, vocab, columns, softcap, ignore,
         TILE=SUM_TILE, WHOLE=vocab % (2 * SUM_TILE) == 0, num_warps=SUM_WARPS,
     )  # fmt: skip
-    d8 = torch.empty_like(logits, dtype=FORMAT)
+    d8 = torch.empty_like(logits, dtype=BOUNDED)
     words = d8_t.view(torch.int32)
     grid = triton.cdiv(columns, COLUMNS), triton.cdiv(rows, ROWS)
     _nats_gradient_kernel[grid](
