@@ -38,7 +38,8 @@ def delta_rule_fused(
 def _blocks(of: Tensor, width: int, height: int, across: int) -> TensorDescriptor:
     """For copies of [height, across] out of or into `of` as rows of `width`."""
     rows = of.view(-1, width)
-    layout = gl.NVMMASharedLayout(min(2 * across, 128), 16, 2)
+    size = of.element_size()
+    layout = gl.NVMMASharedLayout(min(size * across, 128), 8 * size, 2)
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [height, across], layout)
 
 
@@ -111,8 +112,9 @@ def _backward(
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count
     gradient_kernel[(min(count, programs),)](
         *(_blocks(x, heads * dim, CHUNK, CHUNK) for x in (do, updates, dright)),
-        *(_blocks(x, dim, CHANNELS, CHUNK) for x in (states, dstates)), q, k, g, beta, ids, ends,
-        *(_blocks(x, heads * dim, CHUNK, CHANNELS) for x in (dq, dk)), dg, dbeta, count, total, scale, HEADS=heads, num_warps=4,
+        *(_blocks(x, dim, CHANNELS, CHUNK) for x in (states, dstates)),
+        *(_blocks(x, heads * dim, CHUNK, CHANNELS) for x in (q, k, g.bfloat16(), dq, dk, dg)),
+        beta, ids, ends, dbeta, count, total, scale, HEADS=heads, num_warps=4,
     )  # fmt: skip
     return dq, dk, dv, dg, dbeta
 
