@@ -69,6 +69,16 @@ def _copy(
 
 
 @gluon.jit
+def _vectors(
+    ends, beta, chunk, head, total, HEADS: gl.constexpr, C: gl.constexpr, K: gl.constexpr, ROW: gl.constexpr,
+):  # fmt: skip
+    """What a chunk wants besides its tiles, asked for a step ahead: G_end in powers of two, and beta."""
+    token = chunk * C + gl.arange(0, C, ROW)
+    end = gl.load(ends + (chunk * HEADS + head) * K + gl.arange(0, K, ROW))
+    return end, gl.load(beta + token * HEADS + head, mask=token < total, other=0.0)
+
+
+@gluon.jit
 def _forward_half(
     out, updates, states, beta, ends, stages, held, right, update, full, empty,
     first, owned, steps, head, total, HEADS: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
@@ -82,14 +92,15 @@ def _forward_half(
     state = gl.zeros([K, PART], gl.float32, TILE)
     nothing = gl.zeros([C, PART], gl.float32, TILE)
     column = (head * 2 + HALF) * PART
+    next_end, next_rate = _vectors(ends, beta, gl.where(steps > 0, first, 0), head, total, HEADS, C, K, ROW)
     for step in range(steps):
         stage, phase = step % STAGES, step // STAGES & 1
         chunk = first + step
         here = chunk * HEADS + head
         mine = chunk >= owned
-        token = chunk * C + gl.arange(0, C, ROW)
-        decay = gl.exp2(gl.load(ends + here * K + gl.arange(0, K, ROW)))
-        rate = gl.load(beta + token * HEADS + head, mask=token < total, other=0.0)
+        decay, rate = gl.exp2(next_end), next_rate
+        after = gl.where(step + 1 < steps, chunk + 1, chunk)
+        next_end, next_rate = _vectors(ends, beta, after, head, total, HEADS, C, K, ROW)
 
         tma.store_wait(2)  # of the step before, what left `held`
         held.store(state.to(gl.bfloat16))
@@ -123,7 +134,7 @@ def _forward_half(
 
 @gluon.jit
 def _backward_half(
-    dright, dv, dstates, beta, ends, ids, stages, held, work, full, empty,
+    rights, values_back, dright, dv, dstates, beta, ends, ids, stages, held, work, more, full, empty,
     first, owned, steps, head, slot, total, HEADS: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     values, takes, asks, gives, solves, scores = stages
@@ -135,22 +146,26 @@ def _backward_half(
     dstate = gl.zeros([K, PART], gl.float32, TILE)
     nothing = gl.zeros([C, PART], gl.float32, TILE)
     t, e = gl.arange(0, C, ROW), gl.arange(0, PART, gl.SliceLayout(0, TILE))
-    place = t[:, None] * (HEADS * 2 * PART) + ((head * 2 + HALF) * PART + e)[None, :]
+    column = (head * 2 + HALF) * PART
+    place = t[:, None] * (HEADS * 2 * PART) + (column + e)[None, :]
+    # Every chunk but the last ends inside the document, which then owns all tokens of it from `owned` on.
+    chunk = gl.where(steps > 0, first + steps - 1, 0)
+    end = chunk * C + C
+    last = gl.load(ids + end - 1, mask=end <= total, other=-2).to(gl.int32)
+    following = gl.load(ids + end, mask=end < total, other=-3).to(gl.int32)
+    closing = (last == slot) | (last != following)
+    next_end, next_rate = _vectors(ends, beta, chunk, head, total, HEADS, C, K, ROW)
     for step in range(steps):
         stage, phase = step % STAGES, step // STAGES & 1
         chunk = first + steps - 1 - step
         here = chunk * HEADS + head
-        token = chunk * C + t
-        decay = gl.exp2(gl.load(ends + here * K + gl.arange(0, K, ROW)))
-        rate = gl.load(beta + token * HEADS + head, mask=token < total, other=0.0)
-        own = gl.load(ids + token, mask=token < total, other=-2).to(gl.int32)
-        end = chunk * C + C
-        last = gl.load(ids + end - 1, mask=end <= total, other=-2).to(gl.int32)
-        after = gl.load(ids + end, mask=end < total, other=-3).to(gl.int32)
-        mine = (last == slot) | (last != after)
-        written = gl.where(chunk < owned, own == slot, mine | (own != last)) & (token < total)
+        mine = (step > 0) | closing
+        whole = mine & (chunk >= owned)
+        decay, rate = gl.exp2(next_end), next_rate
+        before = gl.where(step + 1 < steps, chunk - 1, chunk)
+        next_end, next_rate = _vectors(ends, beta, before, head, total, HEADS, C, K, ROW)
 
-        tma.store_wait(0)
+        tma.store_wait(2)  # of the step before, what left `held`
         held.store(dstate.to(gl.bfloat16))
         fence_async_shared()
         if mine:
@@ -160,20 +175,33 @@ def _backward_half(
         d = warpgroup_mma(scores.index(stage).permute((1, 0)), value, nothing, is_async=True)
         d = warpgroup_mma(gives.index(stage), held, d, is_async=True)
         d = warpgroup_mma_wait(0, deps=(d,))
+        tma.store_wait(1)  # and the other two
         work.store(d.to(gl.bfloat16))
         fence_async_shared()
         d = warpgroup_mma(solves.index(stage).permute((1, 0)), work, nothing, is_async=True)
         dstate = warpgroup_mma(asks.index(stage).permute((1, 0)), value, dstate * decay[:, None], is_async=True)
         d, dstate = warpgroup_mma_wait(0, deps=(d, dstate))
         rounded = d.to(gl.bfloat16)
+        of_value = (rate[:, None] * d).to(gl.bfloat16)
         work.store(-rounded)
+        more.store(rounded)
         fence_async_shared()
         dstate = warpgroup_mma(takes.index(stage).permute((1, 0)), work, dstate, is_async=True)
-        there = chunk.to(gl.int64) * (C * HEADS * 2 * PART)
-        gl.store(dright + there + place, rounded, mask=written[:, None])
-        gl.store(dv + there + place, (rate[:, None] * d).to(gl.bfloat16), mask=written[:, None])
+        if whole:
+            tma.async_copy_shared_to_global(rights, [chunk * C, column], more)
+        else:
+            token = chunk * C + t
+            own = gl.load(ids + token, mask=token < total, other=-2).to(gl.int32)
+            written = gl.where(chunk < owned, own == slot, own != last) & (token < total)
+            there = chunk.to(gl.int64) * (C * HEADS * 2 * PART)
+            gl.store(dright + there + place, rounded, mask=written[:, None])
+            gl.store(dv + there + place, of_value, mask=written[:, None])
         dstate = warpgroup_mma_wait(0, deps=(dstate,))
         mbarrier.arrive(empty.index(stage))
+        work.store(of_value)
+        fence_async_shared()
+        if whole:
+            tma.async_copy_shared_to_global(values_back, [chunk * C, column], work)
     tma.store_wait(0)
 
 
@@ -195,6 +223,8 @@ def walk_kernel(
     held1 = gl.allocate_shared_memory(gl.bfloat16, states.block_type.shape, states.layout)
     work0 = gl.allocate_shared_memory(gl.bfloat16, value.block_type.shape, value.layout)
     work1 = gl.allocate_shared_memory(gl.bfloat16, value.block_type.shape, value.layout)
+    more0 = gl.allocate_shared_memory(gl.bfloat16, value.block_type.shape, value.layout)
+    more1 = gl.allocate_shared_memory(gl.bfloat16, value.block_type.shape, value.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -205,18 +235,16 @@ def walk_kernel(
     if BACK:
         gl.warp_specialize(
             [
-                (_backward_half, (dright, dv, states, beta, ends, ids, stages, held0, work0, full, empty, first, owned,
-                                  steps, head, slot, total, HEADS, 0, STAGES)),
-                (_backward_half, (dright, dv, states, beta, ends, ids, stages, held1, work1, full, empty, first, owned,
-                                  steps, head, slot, total, HEADS, 1, STAGES)),
+                (_backward_half, (out, updates, dright, dv, states, beta, ends, ids, stages, held0, work0, more0, full,
+                                  empty, first, owned, steps, head, slot, total, HEADS, 0, STAGES)),
+                (_backward_half, (out, updates, dright, dv, states, beta, ends, ids, stages, held1, work1, more1, full,
+                                  empty, first, owned, steps, head, slot, total, HEADS, 1, STAGES)),
                 (_copy, copy),
             ],
             [4, 1],
             [240, 24],
         )  # fmt: skip
     else:
-        more0 = gl.allocate_shared_memory(gl.bfloat16, value.block_type.shape, value.layout)
-        more1 = gl.allocate_shared_memory(gl.bfloat16, value.block_type.shape, value.layout)
         gl.warp_specialize(
             [
                 (_forward_half, (out, updates, states, beta, ends, stages, held0, work0, more0, full, empty, first, owned,
