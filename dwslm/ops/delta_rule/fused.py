@@ -19,8 +19,7 @@ from dwslm.ops.delta_rule.fused_intra import CHUNK, intra_kernel
 from dwslm.ops.delta_rule.fused_walks import STAGES, order_kernel, walk_kernel
 from dwslm.ops.segments import Segments
 
-# Channels that `intra` takes at a time, measured on an H200. Others have read outside of shared memory there, see `hopper`.
-INTRA = {"PART": 32, "num_warps": 4, "num_stages": 3}
+PART = 32  # channels that `intra` takes at a time
 COLUMNS = 64  # of v, of a warpgroup's walk
 CHANNELS = 32  # of k, that a warpgroup computes gradients of at a time
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -46,8 +45,14 @@ def _blocks(of: Tensor, width: int, height: int, across: int) -> TensorDescripto
 def _intra(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, ids: Tensor, scale: float) -> Six:
     """q_in, k_in, k_out, ends, system, scores."""
     (total, heads, dim), chunks = q.shape, triton.cdiv(len(q), CHUNK)
-    results = _intra_shapes(q, beta, chunks)
-    intra_kernel[heads, chunks](q, k, g, beta, ids, *results, total, scale, HEADS=heads, K=dim, C=CHUNK, **INTRA)
+    results = q_in, k_in, k_out, ends, system, scores = _intra_shapes(q, beta, chunks)
+    programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+    intra_kernel[(min(triton.cdiv(chunks * heads, 2), programs),)](
+        *(_blocks(x, heads * dim, CHUNK, PART) for x in (q, k, g.to(q.dtype))),
+        *(_blocks(x, dim, CHUNK, PART) for x in (q_in, k_in, k_out)),
+        *(_blocks(x, CHUNK, CHUNK, CHUNK) for x in (system, scores)), beta, ids, ends, chunks, total, scale,
+        HEADS=heads, K=dim, num_warps=4,
+    )  # fmt: skip
     return results
 
 

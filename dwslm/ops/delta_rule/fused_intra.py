@@ -1,4 +1,4 @@
-"""The Triton kernel of `fused` for what concerns one chunk alone, before the walks.
+"""The kernel of `fused` for what concerns one chunk alone, before the walks, in Gluon for Hopper.
 
 A chunk is 64 tokens on a fixed grid, whatever documents begin or end in it, and is cut in four blocks of 16. The decay between
 two tokens is a product of a factor of the later one and a factor of the earlier one, which both must be numbers in bfloat16 even
@@ -11,149 +11,277 @@ M_t is below 80 from the second block on, and -M_j up to the third one, so that 
 written and one that is not are too small to count. Sums are products with matrices of zeros and ones, in which no sum crosses a
 document's first token: what is in one document does not move a bit of another, as long as it is finite. They take log decays
 rounded to bfloat16, as the gate's own input is; sums and factors are float32.
+
+A program goes over pairs of chunk and head. One warp copies, two warpgroups take a pair each in turn and go over its channels, a
+part at a time. Matrices of zeros and ones are made once a chunk.
 """
 
-import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    mma_v2,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 CHUNK = 64
 BLOCK = tl.constexpr(16)
 LOG2E = tl.constexpr(1.4426950408889634)
 SHIFT = tl.constexpr(58.0)  # of the near factors, in powers of two: both then lie within exp(40) of 1
+NEVER = tl.constexpr(-1e30)  # a power of two that is zero
 
 
-@triton.jit
-def chunk_ids(ids, chunk, total, C: tl.constexpr):
-    """Segments of a chunk's tokens, and of the token before it; -2 behind the last token, -1 before the first."""
-    t = chunk * C + tl.arange(0, C)
-    own = tl.load(ids + t, mask=t < total, other=-2).to(tl.int32)
-    before = tl.load(ids + chunk * C - 1, mask=chunk > 0, other=-1).to(tl.int32)
-    return own, before
+@gluon.jit
+def _copy(sources, buffers, full, empty, first, stop, HEADS: gl.constexpr, K: gl.constexpr):
+    """The warp that copies: pairs go to the two warpgroups in turn."""
+    q, k, g = sources
+    qs, ks, gs = buffers
+    C: gl.constexpr = q.block_type.shape[0]
+    PART: gl.constexpr = q.block_type.shape[1]
+    for pair in range(first, stop):
+        turn = pair - first
+        for part in range(K // PART):
+            slot = (turn & 1) * (K // PART) + part
+            row, column = pair // HEADS * C, pair % HEADS * K + part * PART
+            mbarrier.wait(empty.index(slot), turn // 2 & 1 ^ 1)
+            mbarrier.expect(full.index(slot), 3 * q.block_type.nbytes)
+            tma.async_copy_global_to_shared(q, [row, column], full.index(slot), qs.index(slot))
+            tma.async_copy_global_to_shared(k, [row, column], full.index(slot), ks.index(slot))
+            tma.async_copy_global_to_shared(g, [row, column], full.index(slot), gs.index(slot))
 
 
-@triton.jit
-def segment_at(ids, t, total):
-    return tl.load(ids + t, mask=t < total, other=-2).to(tl.int32)
+@gluon.jit
+def _small(a, b, total, NEAR: gl.constexpr):
+    """total + a b of the blocks on the diagonal, in TF32."""
+    # The inner side in such an order that a thread has of `a` what the product wants of it.
+    a = gl.reshape(gl.permute(gl.reshape(a, [4, 16, 2, 4, 2]), [0, 1, 2, 4, 3]), [4, 16, 16])
+    b = gl.reshape(gl.permute(gl.reshape(b, [4, 2, 4, 2, 16]), [0, 1, 3, 2, 4]), [4, 16, 16])
+    a, b = gl.convert_layout(a, gl.DotOperandLayout(0, NEAR, 1)), gl.convert_layout(b, gl.DotOperandLayout(1, NEAR, 1))
+    return mma_v2(a, b, total, input_precision="tf32")
 
 
-@triton.jit
-def sums_up_to(own, C: tl.constexpr):
-    """Zeros and ones [C, C] that make sums up to and with a token out of products; transposed, from a token on. No sum crosses
-    a boundary."""
-    t, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    return tl.where((t >= s) & (own[:, None] == own[None, :]), 1.0, 0.0).to(tl.bfloat16)
+@gluon.jit
+def _on_diagonal(x, PAIR: gl.constexpr):
+    """[4, 16, 16] -> [64, 64] with the blocks in every place of their rows."""
+    SPREAD: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 8, 0, 0], [0, 0, 0, 8], [0, 0, 1, 0], [0, 0, 2, 0]],
+        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
+        [[1, 0, 0, 0], [2, 0, 0, 0]], [], [4, 16, 4, 16],
+    )  # fmt: skip
+    x = gl.convert_layout(x, gl.SliceLayout(2, SPREAD))[:, :, None, :].broadcast_to([4, 16, 4, 16])
+    return gl.convert_layout(gl.reshape(x, [64, 64]), PAIR)
 
 
-@triton.jit
-def sums_from_middle(own, C: tl.constexpr):
-    """The same from the chunk's middle on, and negative before it."""
-    t, s, half = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], C // 2
-    same = own[:, None] == own[None, :]
-    back = tl.where(same & (s < half) & (s > t), -1.0, 0.0)
-    return tl.where(same & (s >= half) & (s <= t), 1.0, back).to(tl.bfloat16)
+@gluon.jit
+def _near_inverse(diagonal, NEAR: gl.constexpr):
+    """(I + a)^-1 of strictly lower triangular a: [C / 16, 16, 16].
 
-
-@triton.jit
-def sums_from_block(own, C: tl.constexpr):
-    """The same from a block's first token on."""
-    t, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    near = (t // BLOCK == s // BLOCK) & (t >= s)
-    return tl.where(near & (own[:, None] == own[None, :]), 1.0, 0.0).to(tl.bfloat16)
-
-
-@triton.jit
-def on_diagonal(x, C: tl.constexpr):
-    """[C / 16, 16, 16] -> [C, C], zero elsewhere."""
-    i = tl.arange(0, C // BLOCK)
-    own = i[:, None, None, None] == i[None, None, :, None]
-    return tl.reshape(tl.where(own, x[:, :, None, :], 0.0), [C, C])
-
-
-@triton.jit
-def _inverse(diagonal, off, C: tl.constexpr):
-    """(I + a)^-1 of a strictly lower triangular a: [C / 16, 16, 16] on its diagonal and [C, C] off it.
-
-    In blocks of 4, then of 16, then of C: four blocks a side each time, so that the fourth power of what is off the diagonal
+    In blocks of 4, then of 16 (then of C): four blocks a side each time, so that the fourth power of what is off the diagonal
     is zero and (I - n) (I + n^2) its inverse. Higher powers would grow before they vanish (6,435 for a 16 x 16 of ones).
     """
-    r = tl.arange(0, BLOCK)
-    quarters = (r[:, None] // 4 == r[None, :] // 4)[None, :, :]
-    n = tl.where(quarters, -diagonal, 0.0)
-    within = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, n)
-    within += tl.dot(within, tl.dot(n, n))
-    n = -tl.dot(within, tl.where(quarters, 0.0, diagonal))
-    half = within + tl.dot(n, within)
-    within = on_diagonal(half + tl.dot(tl.dot(n, n), half), C)
-    w = within.to(tl.bfloat16)
-    n1 = (-tl.dot(w, off.to(tl.bfloat16))).to(tl.bfloat16)
-    n2 = tl.dot(n1, n1).to(tl.bfloat16)
-    whole = within + tl.dot(n1, w)
-    return whole + tl.dot(n2, whole.to(tl.bfloat16))
+    row = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, NEAR)))[None, :][:, :, None]
+    column = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, NEAR)))[None, :][:, None, :]
+    quarters = row // 4 == column // 4
+    nothing = gl.zeros_like(diagonal)
+    n = gl.where(quarters, -diagonal, 0.0)
+    within = gl.where(row == column, 1.0, n)
+    within = _small(within, _small(n, n, nothing, NEAR), within, NEAR)
+    n = -_small(within, gl.where(quarters, 0.0, diagonal), nothing, NEAR)
+    half = _small(n, within, within, NEAR)
+    return _small(_small(n, n, nothing, NEAR), half, half, NEAR)
 
 
-@triton.jit
+@gluon.jit
+def _rates(beta, pair, t, total, HEADS: gl.constexpr, C: gl.constexpr):
+    token = pair // HEADS * C + t
+    return gl.load(beta + token * HEADS + pair % HEADS, mask=token < total, other=0.0)
+
+
+@gluon.jit
+def _half(
+    leave, beta, ids, ends, buffers, weights, squares, leaving, full, empty, first, stop, total, scale,
+    HEADS: gl.constexpr, K: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """Every second pair of a program's, from its first one or the one after it on."""
+    q_in, k_in, k_out, system, scores = leave
+    qs, ks, gs = buffers
+    C: gl.constexpr = q_in.block_type.shape[0]
+    PART: gl.constexpr = q_in.block_type.shape[1]
+    PARTS: gl.constexpr = K // PART
+    B: gl.constexpr = C // BLOCK
+    TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    PAIR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    NEAR: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    ROW: gl.constexpr = gl.SliceLayout(1, TILE)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, PAIR, 2)
+    # Two tiles of a chunk's pairs of tokens lie where four tiles of a part lie before: the keys of the far products, the results.
+    tiles = squares._reinterpret(gl.bfloat16, [4, C, PART], q_in.layout)
+    row, column = gl.arange(0, C, gl.SliceLayout(1, PAIR)), gl.arange(0, C, gl.SliceLayout(0, PAIR))
+    t, c = gl.arange(0, C, ROW), gl.arange(0, PART, gl.SliceLayout(0, TILE))
+    later, sooner = gl.where(t // BLOCK == 0, NEVER, 0.0)[:, None], gl.where(t // BLOCK == B - 1, NEVER, 0.0)[:, None]
+    later3 = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, NEAR)))[None, :][:, :, None]
+    sooner3 = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, NEAR)))[None, :][:, None, :]
+    nothing, none = gl.zeros([C, PART], gl.float32, TILE), gl.zeros([C, C], gl.float32, PAIR)
+    turn = 0
+    next_rate = _rates(beta, gl.where(first + HALF < stop, first + HALF, first), t, total, HEADS, C)
+    for chunk in range(first // HEADS, (stop + HEADS - 1) // HEADS):
+        token = chunk * C
+        own = gl.load(ids + token + row, mask=token + row < total, other=-2).to(gl.int32)
+        other = gl.load(ids + token + column, mask=token + column < total, other=-2).to(gl.int32)
+        before = gl.load(ids + token - 1, mask=chunk > 0, other=-1).to(gl.int32)
+        last = gl.load(ids + token + C - 1, mask=token + C <= total, other=-2).to(gl.int32)
+        same, past = own[:, None] == other[None, :], row[:, None] >= column[None, :]
+        near = row[:, None] // BLOCK == column[None, :] // BLOCK
+        half = column[None, :] >= C // 2
+        weights.index(0).store(gl.where(past & same, 1.0, 0.0).to(gl.bfloat16))
+        back = gl.where(same & (half == 0) & (past == 0), -1.0, 0.0)
+        weights.index(1).store(gl.where(past & same & half, 1.0, back).to(gl.bfloat16))
+        weights.index(2).store(gl.where(past & same & near, 1.0, 0.0).to(gl.bfloat16))
+        weights.index(3).store(gl.where(same & (past == 0), 1.0, 0.0).to(gl.bfloat16))
+        fence_async_shared()
+        # Of each token's document, the first one in the chunk.
+        start = gl.sum(gl.where(past & (same == 0), 1, 0), axis=1)
+        own = gl.convert_layout(own, ROW)
+        carried = (own == before).to(gl.float32)
+        kept = gl.where(own == last, 0.0, NEVER)[:, None]
+        low = gl.maximum(first, chunk * HEADS)
+        low += low - first + HALF & 1
+        for pair in range(low, gl.minimum(stop, chunk * HEADS + HEADS), 2):
+            rate = next_rate
+            next_rate = _rates(beta, gl.where(pair + 2 < stop, pair + 2, pair), t, total, HEADS, C)
+            near_scores = gl.zeros([B, BLOCK, BLOCK], gl.float32, NEAR)
+            near_keys = gl.zeros([B, BLOCK, BLOCK], gl.float32, NEAR)
+            far_scores, far_keys = none, none
+            for part in range(PARTS):
+                slot = HALF * PARTS + part
+                mbarrier.wait(full.index(slot), turn & 1)
+                decays = gs.index(slot)
+                from_middle = warpgroup_mma(weights.index(1), decays, nothing, is_async=True)
+                queries, keys = qs.index(slot).load(TILE), ks.index(slot).load(TILE)
+                from_middle = warpgroup_mma_wait(0, deps=(from_middle,))
+
+                queries, keys = queries.to(gl.float32), keys.to(gl.float32)
+                left, right = gl.exp2(from_middle * LOG2E + later), gl.exp2(from_middle * -LOG2E + sooner)
+                tiles.index(3).store((keys * right).to(gl.bfloat16))
+                fence_async_shared()
+                earlier = tiles.index(3).permute((1, 0))
+                far_queries = gl.convert_layout((queries * left).to(gl.bfloat16), LEFT)
+                far_scores = warpgroup_mma(far_queries, earlier, far_scores, is_async=True)
+                far_own = gl.convert_layout((keys * left).to(gl.bfloat16), LEFT)
+                far_keys = warpgroup_mma(far_own, earlier, far_keys, is_async=True)
+                from_block = warpgroup_mma(weights.index(2), decays, nothing, is_async=True)
+                far_scores, far_keys, from_block = warpgroup_mma_wait(0, deps=(far_scores, far_keys, from_block))
+
+                left, right = gl.exp2(from_block * LOG2E + SHIFT), gl.exp2(from_block * -LOG2E - SHIFT)
+                right3 = gl.permute(gl.reshape((keys * right).to(gl.bfloat16), [B, BLOCK, PART]), [0, 2, 1])
+                right3 = gl.convert_layout(right3, gl.DotOperandLayout(1, NEAR, 2))
+                left3 = gl.reshape((queries * left).to(gl.bfloat16), [B, BLOCK, PART])
+                near_scores = mma_v2(gl.convert_layout(left3, gl.DotOperandLayout(0, NEAR, 2)), right3, near_scores)
+                left3 = gl.reshape((keys * left).to(gl.bfloat16), [B, BLOCK, PART])
+                near_keys = mma_v2(gl.convert_layout(left3, gl.DotOperandLayout(0, NEAR, 2)), right3, near_keys)
+
+                sums = warpgroup_mma(weights.index(0), decays, nothing, is_async=True)
+                onward = warpgroup_mma(weights.index(3), decays, nothing, is_async=True)
+                sums = warpgroup_mma_wait(1, deps=(sums,)) * LOG2E
+                into = gl.exp2(sums)
+                onward = warpgroup_mma_wait(0, deps=(onward,))
+                mbarrier.arrive(empty.index(slot))
+                out = gl.exp2(onward * LOG2E + kept)
+                gl.store(
+                    ends + (pair * K + part * PART) + (t[:, None] * 0 + c[None, :]), sums, mask=(t == C - 1)[:, None]
+                )
+                tma.store_wait(0)
+                tiles.index(0).store((queries * into * (scale * carried)[:, None]).to(gl.bfloat16))
+                tiles.index(1).store((keys * into * (rate * carried)[:, None]).to(gl.bfloat16))
+                tiles.index(2).store((keys * out).to(gl.bfloat16))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(q_in, [pair * C, part * PART], tiles.index(0))
+                tma.async_copy_shared_to_global(k_in, [pair * C, part * PART], tiles.index(1))
+                tma.async_copy_shared_to_global(k_out, [pair * C, part * PART], tiles.index(2))
+
+            # Nothing, in a form that the compiler cannot tell: or it would keep masks and places in registers over the parts.
+            zero = turn >> 30
+            turn += 1
+            begin = start + zero
+            begin3 = gl.reshape(begin - row // BLOCK * BLOCK, [B, BLOCK])
+            begin, begin3 = begin[:, None], gl.convert_layout(begin3, gl.SliceLayout(2, NEAR))[:, :, None]
+            diagonal = row[:, None] // BLOCK == column[None, :] // BLOCK
+            far = (row[:, None] // BLOCK > column[None, :] // BLOCK) & (column[None, :] >= begin)
+            within = gl.where((later3 >= sooner3) & (sooner3 >= begin3), near_scores, 0.0)
+            between = gl.where(far, far_scores, 0.0)
+            leaving.store((gl.where(diagonal, _on_diagonal(within, PAIR), between) * scale).to(gl.bfloat16))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(scores, [pair * C, 0], leaving)
+
+            rate3 = gl.convert_layout(gl.reshape(rate, [B, BLOCK]), gl.SliceLayout(2, NEAR))[:, :, None]
+            within = gl.where((later3 > sooner3) & (sooner3 >= begin3), near_keys * rate3, 0.0)
+            within = gl.where(diagonal, _on_diagonal(_near_inverse(within, NEAR), PAIR), 0.0)
+            rates = gl.convert_layout(rate, gl.SliceLayout(1, PAIR))[:, None]
+            w = within.to(gl.bfloat16)
+            tma.store_wait(0)
+            squares.index(zero).store(gl.where(far, far_keys * rates, 0.0).to(gl.bfloat16))
+            squares.index(zero + 1).store(w)
+            fence_async_shared()
+            n = warpgroup_mma(gl.convert_layout(w, LEFT), squares.index(zero), none, is_async=True)
+            n = warpgroup_mma_wait(0, deps=(n,))
+            n = (-n).to(gl.bfloat16)
+            squares.index(zero).store(n)
+            fence_async_shared()
+            n = gl.convert_layout(n, LEFT)
+            whole = warpgroup_mma(n, squares.index(zero + 1), within, is_async=True)
+            n = warpgroup_mma(n, squares.index(zero), none, is_async=True)
+            whole, n = warpgroup_mma_wait(0, deps=(whole, n))
+            squares.index(zero + 1).store(whole.to(gl.bfloat16))
+            fence_async_shared()
+            n = gl.convert_layout(n.to(gl.bfloat16), LEFT)
+            whole = warpgroup_mma(n, squares.index(zero + 1), whole, is_async=True)
+            whole = warpgroup_mma_wait(0, deps=(whole,))
+            leaving.store(whole.to(gl.bfloat16))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(system, [pair * C, 0], leaving)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def intra_kernel(
-    q, k, g, beta, ids, q_in, k_in, k_out, ends, system, scores, total, scale,
-    HEADS: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, C: tl.constexpr,
+    q, k, g, q_in, k_in, k_out, system, scores, beta, ids, ends, chunks, total, scale,
+    HEADS: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
     """What a chunk gives and takes: q_in = scale q exp(G), k_in = beta k exp(G), k_out = k exp(G_end - G), and G_end in
-    powers of two (`ends`); `system` = (I + A)^-1 and `scores` = B of `chunked`. A program has a chunk and a head, and goes over
-    PART channels at a time."""
-    B: tl.constexpr = C // BLOCK
-    head, chunk = tl.program_id(0), tl.program_id(1)
-    own, before = chunk_ids(ids, chunk, total, C)
-    last = segment_at(ids, chunk * C + C - 1, total)
-    t, s, c = tl.arange(0, C), tl.arange(0, C), tl.arange(0, PART)
-    token = chunk * C + t
-    there = (token < total)[:, None]
-    here = (chunk * HEADS + head).to(tl.int64)
-    start = chunk.to(tl.int64) * (C * HEADS * K) + head * K
-    q, k, g = q + start, k + start, g + start
-    q_in, k_in, k_out = q_in + here * (C * K), k_in + here * (C * K), k_out + here * (C * K)
-    place = t[:, None] * (HEADS * K) + c[None, :]
-    tile = t[:, None] * K + c[None, :]
-    rate = tl.load(beta + token * HEADS + head, mask=token < total, other=0.0)
-    carried = (own == before).to(tl.float32)[:, None]
-    kept = (own == last).to(tl.float32)[:, None]
-    last_row = ends + here * K + tl.zeros([C, 1], tl.int32)
-    square = t[:, None] * C + s[None, :]
-    up_to = sums_up_to(own, C)
-    from_middle, from_block = sums_from_middle(own, C), sums_from_block(own, C)
-    near_scores = tl.zeros([B, BLOCK, BLOCK], tl.float32)
-    near_keys = tl.zeros([B, BLOCK, BLOCK], tl.float32)
-    far_scores = tl.zeros([C, C], tl.float32)
-    far_keys = tl.zeros([C, C], tl.float32)
-    for i in range(0, K, PART):
-        queries = tl.load(q + i + place, mask=there, other=0.0).to(tl.float32)
-        keys = tl.load(k + i + place, mask=there, other=0.0).to(tl.float32)
-        rounded = tl.load(g + i + place, mask=there, other=0.0).to(tl.bfloat16)
-        sums = tl.dot(up_to, rounded) * LOG2E
-        into = tl.math.exp2(sums)
-        tl.store(q_in + i + tile, (queries * into * (scale * carried)).to(tl.bfloat16))
-        tl.store(k_in + i + tile, (keys * into * (rate[:, None] * carried)).to(tl.bfloat16))
-        tl.store(last_row + i + c[None, :], sums, mask=t[:, None] == C - 1)
-        out = tl.math.exp2(LOG2E * (tl.dot(tl.trans(up_to), rounded) - rounded.to(tl.float32)))
-        tl.store(k_out + i + tile, (keys * out * kept).to(tl.bfloat16))
-        sums = tl.dot(from_middle, rounded) * LOG2E
-        left = tl.where(t[:, None] < BLOCK, 0.0, tl.math.exp2(sums))
-        right = tl.where(t[:, None] >= C - BLOCK, 0.0, tl.math.exp2(-sums))
-        earlier = tl.trans((keys * right).to(tl.bfloat16))
-        far_scores = tl.dot((queries * left).to(tl.bfloat16), earlier, far_scores)
-        far_keys = tl.dot((keys * left).to(tl.bfloat16), earlier, far_keys)
-        sums = tl.dot(from_block, rounded) * LOG2E
-        left, right = tl.math.exp2(sums + SHIFT), tl.math.exp2(-SHIFT - sums)
-        earlier3 = tl.permute(tl.reshape((keys * right).to(tl.bfloat16), [B, BLOCK, PART]), [0, 2, 1])
-        near_scores = tl.dot(tl.reshape((queries * left).to(tl.bfloat16), [B, BLOCK, PART]), earlier3, near_scores)
-        near_keys = tl.dot(tl.reshape((keys * left).to(tl.bfloat16), [B, BLOCK, PART]), earlier3, near_keys)
-    same = own[:, None] == own[None, :]
-    own3 = tl.reshape(own, [B, BLOCK])
-    r = tl.arange(0, BLOCK)
-    same3 = own3[:, :, None] == own3[:, None, :]
-    near, strict = same3 & (r[None, :, None] >= r[None, None, :]), same3 & (r[None, :, None] > r[None, None, :])
-    far = (t[:, None] // BLOCK > s[None, :] // BLOCK) & same
-    system, scores = system + here * (C * C), scores + here * (C * C)
-    pairs = tl.where(far, far_scores, on_diagonal(tl.where(near, near_scores, 0.0), C))
-    tl.store(scores + square, (pairs * scale).to(tl.bfloat16))
-    rates = tl.reshape(rate, [B, BLOCK])[:, :, None]
-    inverse = _inverse(tl.where(strict, near_keys * rates, 0.0), tl.where(far, far_keys * rate[:, None], 0.0), C)
-    tl.store(system + square, inverse.to(tl.bfloat16))
+    powers of two (`ends`); `system` = (I + A)^-1 and `scores` = B of `chunked`."""
+    C: gl.constexpr = q.block_type.shape[0]
+    PART: gl.constexpr = q.block_type.shape[1]
+    PARTS: gl.constexpr = K // PART
+    qs = gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, C, PART], q.layout)
+    ks = gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, C, PART], q.layout)
+    gs = gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, C, PART], q.layout)
+    weights0 = gl.allocate_shared_memory(gl.bfloat16, [4, C, C], system.layout)
+    weights1 = gl.allocate_shared_memory(gl.bfloat16, [4, C, C], system.layout)
+    squares0 = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], system.layout)
+    squares1 = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], system.layout)
+    leaving0 = gl.allocate_shared_memory(gl.bfloat16, [C, C], system.layout)
+    leaving1 = gl.allocate_shared_memory(gl.bfloat16, [C, C], system.layout)
+    full = gl.allocate_shared_memory(gl.int64, [2 * PARTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2 * PARTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * PARTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    pairs = chunks * HEADS
+    first = gl.program_id(0) * pairs // gl.num_programs(0)
+    stop = (gl.program_id(0) + 1) * pairs // gl.num_programs(0)
+    buffers, leave = (qs, ks, gs), (q_in, k_in, k_out, system, scores)
+    gl.warp_specialize(
+        [
+            (_half, (leave, beta, ids, ends, buffers, weights0, squares0, leaving0, full, empty, first, stop, total, scale,
+                     HEADS, K, 0)),
+            (_half, (leave, beta, ids, ends, buffers, weights1, squares1, leaving1, full, empty, first, stop, total, scale,
+                     HEADS, K, 1)),
+            (_copy, ((q, k, g), buffers, full, empty, first, stop, HEADS, K)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
