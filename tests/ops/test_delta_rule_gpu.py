@@ -133,6 +133,16 @@ def test_more_chunks_and_segments_than_a_gpu_has_multiprocessors(engine, gate):
     check(output_and_gradients(runner(engine, cu), inputs, weight), want, gate)
 
 
+def test_more_segments_than_programs(engine):
+    """Rows of 12 segments of one or two chunks, 2 and a bit for each of the programs that walk a head."""
+    rows = -(-25 * torch.cuda.get_device_properties("cuda").multi_processor_count // 132)
+    offsets = [row * ROW + x for row in range(rows) for x in range(0, 12 * 85, 85)] + [rows * ROW]
+    torch.manual_seed(rows)
+    cu, inputs, weight = padded(offsets, len(offsets) + 3), draw(rows * ROW, "slow"), weights(rows * ROW)
+    want = output_and_gradients(runner("torch", cu), [x.float() for x in inputs], weight.float())
+    check(output_and_gradients(runner(engine, cu), inputs, weight), want, "slow")
+
+
 def test_engine_meets_the_recurrence(engine):
     torch.manual_seed(0)
     cu, inputs, weight = padded([0, 100, 101, 256]), draw(256, "typical"), weights(256)

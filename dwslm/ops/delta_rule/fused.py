@@ -73,9 +73,12 @@ def _walk(
     q_in, k_in, k_out, ends, system, scores = chunks
     first, second, states = results
     (total, heads, dim), slots = value.shape, len(cu_seqlens) - 1
-    order = torch.empty_like(cu_seqlens[1:])
-    order_kernel[(triton.cdiv(slots, 16),)](cu_seqlens, order, slots, SLOTS=triton.next_power_of_2(slots), TILE=16)
-    walk_kernel[heads, slots](
+    order = torch.empty_like(cu_seqlens)
+    sizes = {"C": CHUNK, "SLOTS": triton.next_power_of_2(slots), "TILE": 16}
+    order_kernel[(triton.cdiv(slots, 16),)](cu_seqlens, order, slots, **sizes)
+    # A program that finds nothing to do holds a multiprocessor for a microsecond or two: not one for each spare slot.
+    enough = triton.cdiv(8 * torch.cuda.get_device_properties(value.device).multi_processor_count, heads)
+    walk_kernel[heads, min(slots, max(triton.cdiv(slots, 4), enough))](
         _blocks(value, heads * dim, CHUNK, COLUMNS),
         *(_blocks(x, dim, CHUNK, dim) for x in (k_in, q_in, k_out)), *(_blocks(x, CHUNK, CHUNK, CHUNK) for x in (system, scores)),
         *(_blocks(x, heads * dim, CHUNK, COLUMNS) for x in (first, second)), _blocks(states, dim, dim, COLUMNS),
