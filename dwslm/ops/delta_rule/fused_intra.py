@@ -103,7 +103,7 @@ def _rates(beta, pair, t, total, HEADS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _half(
-    leave, beta, ids, ends, buffers, weights, squares, leaving, full, empty, first, stop, total, scale,
+    leave, beta, ids, ends, buffers, weights, squares, results, full, empty, first, stop, total, scale,
     HEADS: gl.constexpr, K: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """Every second pair of a program's, from its first one or the one after it on."""
@@ -118,8 +118,9 @@ def _half(
     NEAR: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     ROW: gl.constexpr = gl.SliceLayout(1, TILE)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PAIR, 2)
-    # Two tiles of a chunk's pairs of tokens lie where four tiles of a part lie before: the keys of the far products, the results.
-    tiles = squares._reinterpret(gl.bfloat16, [4, C, PART], q_in.layout)
+    result0, result1, result2 = results
+    # The far products' right side lies where the chunk's system is solved afterwards.
+    earlier = squares._reinterpret(gl.bfloat16, [4, C, PART], q_in.layout).index(3)
     row, column = gl.arange(0, C, gl.SliceLayout(1, PAIR)), gl.arange(0, C, gl.SliceLayout(0, PAIR))
     t, c = gl.arange(0, C, ROW), gl.arange(0, PART, gl.SliceLayout(0, TILE))
     later, sooner = gl.where(t // BLOCK == 0, NEVER, 0.0)[:, None], gl.where(t // BLOCK == B - 1, NEVER, 0.0)[:, None]
@@ -166,13 +167,12 @@ def _half(
 
                 queries, keys = queries.to(gl.float32), keys.to(gl.float32)
                 left, right = gl.exp2(from_middle * LOG2E + later), gl.exp2(from_middle * -LOG2E + sooner)
-                tiles.index(3).store((keys * right).to(gl.bfloat16))
+                earlier.store((keys * right).to(gl.bfloat16))
                 fence_async_shared()
-                earlier = tiles.index(3).permute((1, 0))
                 far_queries = gl.convert_layout((queries * left).to(gl.bfloat16), LEFT)
-                far_scores = warpgroup_mma(far_queries, earlier, far_scores, is_async=True)
+                far_scores = warpgroup_mma(far_queries, earlier.permute((1, 0)), far_scores, is_async=True)
                 far_own = gl.convert_layout((keys * left).to(gl.bfloat16), LEFT)
-                far_keys = warpgroup_mma(far_own, earlier, far_keys, is_async=True)
+                far_keys = warpgroup_mma(far_own, earlier.permute((1, 0)), far_keys, is_async=True)
                 from_block = warpgroup_mma(weights.index(2), decays, nothing, is_async=True)
                 far_scores, far_keys, from_block = warpgroup_mma_wait(0, deps=(far_scores, far_keys, from_block))
 
@@ -195,13 +195,13 @@ def _half(
                     ends + (pair * K + part * PART) + (t[:, None] * 0 + c[None, :]), sums, mask=(t == C - 1)[:, None]
                 )
                 tma.store_wait(0)
-                tiles.index(0).store((queries * into * (scale * carried)[:, None]).to(gl.bfloat16))
-                tiles.index(1).store((keys * into * (rate * carried)[:, None]).to(gl.bfloat16))
-                tiles.index(2).store((keys * out).to(gl.bfloat16))
+                result0.store((queries * into * (scale * carried)[:, None]).to(gl.bfloat16))
+                result1.store((keys * into * (rate * carried)[:, None]).to(gl.bfloat16))
+                result2.store((keys * out).to(gl.bfloat16))
                 fence_async_shared()
-                tma.async_copy_shared_to_global(q_in, [pair * C, part * PART], tiles.index(0))
-                tma.async_copy_shared_to_global(k_in, [pair * C, part * PART], tiles.index(1))
-                tma.async_copy_shared_to_global(k_out, [pair * C, part * PART], tiles.index(2))
+                tma.async_copy_shared_to_global(q_in, [pair * C, part * PART], result0)
+                tma.async_copy_shared_to_global(k_in, [pair * C, part * PART], result1)
+                tma.async_copy_shared_to_global(k_out, [pair * C, part * PART], result2)
 
             # Nothing, in a form that the compiler cannot tell: or it would keep masks and places in registers over the parts.
             zero = turn >> 30
@@ -213,9 +213,9 @@ def _half(
             far = (row[:, None] // BLOCK > column[None, :] // BLOCK) & (column[None, :] >= begin)
             within = gl.where((later3 >= sooner3) & (sooner3 >= begin3), near_scores, 0.0)
             between = gl.where(far, far_scores, 0.0)
-            leaving.store((gl.where(diagonal, _on_diagonal(within, PAIR), between) * scale).to(gl.bfloat16))
+            squares.index(zero).store((gl.where(diagonal, _on_diagonal(within, PAIR), between) * scale).to(gl.bfloat16))
             fence_async_shared()
-            tma.async_copy_shared_to_global(scores, [pair * C, 0], leaving)
+            tma.async_copy_shared_to_global(scores, [pair * C, 0], squares.index(zero))
 
             rate3 = gl.convert_layout(gl.reshape(rate, [B, BLOCK]), gl.SliceLayout(2, NEAR))[:, :, None]
             within = gl.where((later3 > sooner3) & (sooner3 >= begin3), near_keys * rate3, 0.0)
@@ -240,9 +240,9 @@ def _half(
             n = gl.convert_layout(n.to(gl.bfloat16), LEFT)
             whole = warpgroup_mma(n, squares.index(zero + 1), whole, is_async=True)
             whole = warpgroup_mma_wait(0, deps=(whole,))
-            leaving.store(whole.to(gl.bfloat16))
+            squares.index(zero).store(whole.to(gl.bfloat16))
             fence_async_shared()
-            tma.async_copy_shared_to_global(system, [pair * C, 0], leaving)
+            tma.async_copy_shared_to_global(system, [pair * C, 0], squares.index(zero))
     tma.store_wait(0)
 
 
@@ -263,8 +263,12 @@ def intra_kernel(
     weights1 = gl.allocate_shared_memory(gl.bfloat16, [4, C, C], system.layout)
     squares0 = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], system.layout)
     squares1 = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], system.layout)
-    leaving0 = gl.allocate_shared_memory(gl.bfloat16, [C, C], system.layout)
-    leaving1 = gl.allocate_shared_memory(gl.bfloat16, [C, C], system.layout)
+    q_in0 = gl.allocate_shared_memory(gl.bfloat16, [C, PART], q_in.layout)
+    q_in1 = gl.allocate_shared_memory(gl.bfloat16, [C, PART], q_in.layout)
+    k_in0 = gl.allocate_shared_memory(gl.bfloat16, [C, PART], q_in.layout)
+    k_in1 = gl.allocate_shared_memory(gl.bfloat16, [C, PART], q_in.layout)
+    k_out0 = gl.allocate_shared_memory(gl.bfloat16, [C, PART], q_in.layout)
+    k_out1 = gl.allocate_shared_memory(gl.bfloat16, [C, PART], q_in.layout)
     full = gl.allocate_shared_memory(gl.int64, [2 * PARTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2 * PARTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * PARTS):
@@ -273,12 +277,13 @@ def intra_kernel(
     pairs = chunks * HEADS
     first = gl.program_id(0) * pairs // gl.num_programs(0)
     stop = (gl.program_id(0) + 1) * pairs // gl.num_programs(0)
+    results0, results1 = (q_in0, k_in0, k_out0), (q_in1, k_in1, k_out1)
     buffers, leave = (qs, ks, gs), (q_in, k_in, k_out, system, scores)
     gl.warp_specialize(
         [
-            (_half, (leave, beta, ids, ends, buffers, weights0, squares0, leaving0, full, empty, first, stop, total, scale,
+            (_half, (leave, beta, ids, ends, buffers, weights0, squares0, results0, full, empty, first, stop, total, scale,
                      HEADS, K, 0)),
-            (_half, (leave, beta, ids, ends, buffers, weights1, squares1, leaving1, full, empty, first, stop, total, scale,
+            (_half, (leave, beta, ids, ends, buffers, weights1, squares1, results1, full, empty, first, stop, total, scale,
                      HEADS, K, 1)),
             (_copy, ((q, k, g), buffers, full, empty, first, stop, HEADS, K)),
         ],
