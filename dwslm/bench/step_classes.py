@@ -19,7 +19,12 @@ CLASSES = (*PRODUCTS, "delta rule", "softmax attention", "head elementwise", "no
 """In the order of the report. "tables": embedding lookups and their gradients; "copies": copies, memsets, accumulation."""
 
 SYMMETRIC_OPS = ("gram", "gram_polynomial")
-WITH_RELU = {"squared_relu_up": "mlp up", "squared_relu_down_gradient": "mlp down"}
+WITH_RELU = {
+    "squared_relu_up": "mlp up",
+    "squared_relu_down_gradient": "mlp down",
+    "fp8_squared_relu_up": "mlp up",
+    "fp8_squared_relu_down_gradient": "mlp down",
+}
 MATRIX_OPS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "fp8_product", *SYMMETRIC_OPS)
 BIASED = ("addmm", "baddbmm")  # their first operand is what is added
 

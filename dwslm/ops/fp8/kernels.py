@@ -275,7 +275,9 @@ def _fp8_both_kernel(
 
 
 @triton.jit
-def _fp8_scale_of_peaks_kernel(seen, peaks, scale, inverse, count, INDEX: tl.constexpr, BLOCK: tl.constexpr):
+def _fp8_scale_of_peaks_kernel(
+    seen, peaks, scale, inverse, count, INDEX: tl.constexpr, BLOCK: tl.constexpr, factor=1.0
+):  # fmt: skip
     """As `_fp8_scale_kernel`, out of what each tile has seen where nothing is known."""
     peak = tl.load(seen + INDEX)
     if not (peak > 0.0):
@@ -286,7 +288,7 @@ def _fp8_scale_of_peaks_kernel(seen, peaks, scale, inverse, count, INDEX: tl.con
         peak = tl.max(largest, axis=0)
     one = tl.maximum(peak, TINY) * DELAYED_TO_SCALE
     tl.store(inverse, tl.div_rn(1.0, one))
-    tl.store(scale, one)
+    tl.store(scale, one * factor)
 
 
 @triton.jit

@@ -22,10 +22,14 @@ from torch import Tensor
 from dwslm.ops.fp8 import quantize
 from dwslm.ops.fp8.product import filled, first_rows, misfit, product
 from dwslm.ops.fp8.rounded import Operand, Rounding, outline, rounded
+from dwslm.ops.mlp import fp8_fit
 from dwslm.ops.scaled_product import scaled_matmul
 
 PEAKS = ("x", "up", "down", "a", "dy", "dh")
 """What the delayed recipe scales, in the order of its state (`new_peaks(len(PEAKS))`)."""
+
+FUSED = False
+"""Whether the two products whose results are rounded at once do that themselves, where `fp8_fit` has nothing against it."""
 
 SETTING = "model.mlp_precision"
 X, UP, DOWN, A, DY, DH = range(len(PEAKS))
@@ -55,6 +59,41 @@ class Rows(torch.autograd.Function):
         return dx, dh.t() @ x, scaled_matmul(dy.t(), a, ctx.factor), None
 
 
+def _fuses(x8: Tensor, w8: Tensor) -> bool:
+    return FUSED and fp8_fit.misfit(x8.device, len(x8), x8.shape[1], len(w8)) is None
+
+
+def _squared_up(
+    x8: Tensor, x_scale: Tensor, up8: Tensor, up_scale: Tensor, dtype: torch.dtype, peaks: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """relu(x up^T)^2 as `quantize.both` gives it."""
+    if _fuses(x8, up8):
+        from dwslm.ops.mlp.fp8_fused import fp8_squared_relu_up  # Triton is there on GPU machines only
+
+        return fp8_squared_relu_up(x8, x_scale, up8, up_scale, peaks, A)
+    return quantize.both(product(x8, x_scale, up8, up_scale, dtype, True), None, True, peaks, A)
+
+
+def _down_gradient(
+    dy8: Tensor,
+    dy_scale: Tensor,
+    down8_t: Tensor,
+    down_scale: Tensor,
+    dtype: torch.dtype,
+    a8: Tensor,
+    a_scale: Tensor,
+    peaks: Tensor,
+    factor: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dy down) * 2 sqrt(a) as `quantize.both` gives it, its scale times `factor`."""
+    if _fuses(dy8, down8_t):
+        from dwslm.ops.mlp.fp8_fused import fp8_squared_relu_down_gradient
+
+        return fp8_squared_relu_down_gradient(dy8, dy_scale, down8_t, down_scale, a8, a_scale, peaks, DH, factor)
+    da = product(dy8, dy_scale, down8_t, down_scale, dtype, True)
+    return quantize.both(da, a8, False, peaks, DH, factor, a_scale)
+
+
 class Delayed(torch.autograd.Function):
     """Fields of `Rounded`, both weights, peaks and the factor."""
 
@@ -73,8 +112,7 @@ class Delayed(torch.autograd.Function):
     ) -> Tensor:
         up8, up8_t, up_scale, up_seen = quantize.both(up, None, False, peaks, UP)
         down8, down8_t, down_scale, down_seen = quantize.both(down, None, False, peaks, DOWN)
-        h = product(x8, x_scale, up8, up_scale, up.dtype, True)
-        a8, a8_t, a_scale, a_seen = quantize.both(h, None, True, peaks, A)
+        a8, a8_t, a_scale, a_seen = _squared_up(x8, x_scale, up8, up_scale, up.dtype, peaks)
         times_factor = a_scale * factor
         y = product(a8, times_factor, down8, down_scale, up.dtype, True)
         scales, seen = (x_scale, up_scale, down_scale, a_scale, times_factor), (x_seen, up_seen, down_seen, a_seen)
@@ -87,8 +125,9 @@ class Delayed(torch.autograd.Function):
         x8_t, up8_t, down8_t, a8, a8_t, peaks, *scales, x_seen, up_seen, down_seen, a_seen = ctx.saved_tensors
         x_scale, up_scale, down_scale, a_scale, times_factor = scales
         dy8, dy8_t, dy_scale, dy_seen = quantize.both(dy.contiguous(), None, False, peaks, DY)
-        da = product(dy8, dy_scale, down8_t, down_scale, dy.dtype, True)
-        dh8, dh8_t, dh_scale, dh_seen = quantize.both(da, a8, False, peaks, DH, ctx.factor, a_scale)
+        dh8, dh8_t, dh_scale, dh_seen = _down_gradient(
+            dy8, dy_scale, down8_t, down_scale, dy.dtype, a8, a_scale, peaks, ctx.factor
+        )
         # A sum over all tokens of the micro-batch is too long for short registers.
         ddown = product(dy8_t, dy_scale, a8_t, times_factor, dy.dtype, False)
         dup = product(dh8_t, dh_scale, x8_t, x_scale, dy.dtype, False)
