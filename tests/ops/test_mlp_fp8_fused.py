@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 from dwslm.ops.fp8 import new_peaks, quantize
 from dwslm.ops.fp8.formats import FP8
 from dwslm.ops.fp8.product import product
-from dwslm.ops.mlp import PEAKS, fp8, fp8_fit, squared_relu_mlp
+from dwslm.ops.mlp import PEAKS, fp8, fp8_fit, fp8_products, squared_relu_mlp
 from dwslm.ops.mlp.reference import squared_relu_mlp_reference
 from tests.ops.helpers import output_and_gradients, relative_error
 
@@ -51,6 +52,31 @@ def test_where_it_does_not_fit_the_operators_are_apart(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.4])
+def test_the_layer_takes_them_and_compiles(monkeypatch, factor):
+    """On a CPU, by their formulas: in float32 those of the operators apart, to the bit."""
+    torch.manual_seed(0)
+    x, up, down = torch.randn(128, 256), torch.randn(256, 256) / 16, torch.randn(256, 256) / 16
+    peaks = new_peaks(len(PEAKS), x.device)
+    monkeypatch.setattr(fp8_fit, "misfit", lambda device, *sizes: None)
+    called: set[str] = set()
+
+    def look(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        called.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    def layer(*t: torch.Tensor) -> torch.Tensor:
+        return squared_relu_mlp(*t[:3], "fp8_delayed", t[3], factor)
+
+    want = output_and_gradients(layer, [x, up, down, peaks], x)
+    monkeypatch.setattr(fp8, "FUSED", True)
+    traced = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=look))
+    for f in (layer, traced):
+        got = output_and_gradients(f, [x, up, down, peaks], x)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert {"dwslm.fp8_squared_relu_up.default", "dwslm.fp8_squared_relu_down_gradient.default"} <= called
+
+
 def whole(shape: tuple[int, int], low: int, high: int, seed: int) -> torch.Tensor:
     g = torch.Generator("cuda").manual_seed(seed)
     return torch.randint(low, high + 1, shape, device="cuda", generator=g).float().to(FP8)
@@ -61,18 +87,16 @@ def number(value: float) -> torch.Tensor:
 
 
 def forward(fused: bool, x, x_scale, up, up_scale, peaks):
-    from dwslm.ops.mlp.fp8_fused import fp8_squared_relu_up
-
     if fused:
-        return fp8_squared_relu_up(x, x_scale, up, up_scale, peaks, INDEX)
+        return fp8_products.squared_relu_up(x, x_scale, up, up_scale, peaks, INDEX)
     return quantize.both(product(x, x_scale, up, up_scale, BF16, True), None, True, peaks, INDEX)
 
 
 def backward(fused: bool, dy, dy_scale, down_t, down_scale, a, a_scale, peaks, factor=0.5):
-    from dwslm.ops.mlp.fp8_fused import fp8_squared_relu_down_gradient
-
     if fused:
-        return fp8_squared_relu_down_gradient(dy, dy_scale, down_t, down_scale, a, a_scale, peaks, INDEX, factor)
+        return fp8_products.squared_relu_down_gradient(
+            dy, dy_scale, down_t, down_scale, a, a_scale, peaks, INDEX, factor
+        )
     da = product(dy, dy_scale, down_t, down_scale, BF16, True)
     return quantize.both(da, a, False, peaks, INDEX, factor, a_scale)
 

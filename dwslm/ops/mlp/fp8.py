@@ -22,7 +22,7 @@ from torch import Tensor
 from dwslm.ops.fp8 import quantize
 from dwslm.ops.fp8.product import filled, first_rows, misfit, product
 from dwslm.ops.fp8.rounded import Operand, Rounding, outline, rounded
-from dwslm.ops.mlp import fp8_fit
+from dwslm.ops.mlp import fp8_fit, fp8_products
 from dwslm.ops.scaled_product import scaled_matmul
 
 PEAKS = ("x", "up", "down", "a", "dy", "dh")
@@ -59,18 +59,17 @@ class Rows(torch.autograd.Function):
         return dx, dh.t() @ x, scaled_matmul(dy.t(), a, ctx.factor), None
 
 
-def _fuses(x8: Tensor, w8: Tensor) -> bool:
-    return FUSED and fp8_fit.misfit(x8.device, len(x8), x8.shape[1], len(w8)) is None
+def fuses(device: torch.device, tokens: int, width: int, hidden: int) -> bool:
+    """Whether the delayed recipe takes the products that round for themselves."""
+    return FUSED and fp8_fit.misfit(device, tokens, width, hidden) is None
 
 
 def _squared_up(
     x8: Tensor, x_scale: Tensor, up8: Tensor, up_scale: Tensor, dtype: torch.dtype, peaks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """relu(x up^T)^2 as `quantize.both` gives it."""
-    if _fuses(x8, up8):
-        from dwslm.ops.mlp.fp8_fused import fp8_squared_relu_up  # Triton is there on GPU machines only
-
-        return fp8_squared_relu_up(x8, x_scale, up8, up_scale, peaks, A)
+    if fuses(x8.device, len(x8), x8.shape[1], len(up8)):
+        return fp8_products.squared_relu_up(x8, x_scale, up8, up_scale, peaks, A)
     return quantize.both(product(x8, x_scale, up8, up_scale, dtype, True), None, True, peaks, A)
 
 
@@ -86,10 +85,10 @@ def _down_gradient(
     factor: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dy down) * 2 sqrt(a) as `quantize.both` gives it, its scale times `factor`."""
-    if _fuses(dy8, down8_t):
-        from dwslm.ops.mlp.fp8_fused import fp8_squared_relu_down_gradient
-
-        return fp8_squared_relu_down_gradient(dy8, dy_scale, down8_t, down_scale, a8, a_scale, peaks, DH, factor)
+    if fuses(dy8.device, len(dy8), dy8.shape[1], len(down8_t)):
+        return fp8_products.squared_relu_down_gradient(
+            dy8, dy_scale, down8_t, down_scale, a8, a_scale, peaks, DH, factor
+        )
     da = product(dy8, dy_scale, down8_t, down_scale, dtype, True)
     return quantize.both(da, a8, False, peaks, DH, factor, a_scale)
 

@@ -1,11 +1,14 @@
-"""What the delayed recipe's products with the squared ReLU inside ask for. Apart from the kernel, which only some machines can
-import."""
+"""What the delayed recipe's products with the squared ReLU inside ask for, and what they fill. Apart from the kernel, which only
+some machines can import."""
 
 import torch
+from torch import Tensor
 
 from dwslm.ops import choice
+from dwslm.ops.fp8.formats import FP8
 
 ROWS, COLUMNS, INNER = 128, 256, 128  # of a tile: tokens, hidden, and a step along the width
+WARPS = 4  # of a warpgroup, of which two multiply
 
 
 def misfit(device: torch.device, tokens: int, width: int, hidden: int) -> str | None:
@@ -20,3 +23,21 @@ def misfit(device: torch.device, tokens: int, width: int, hidden: int) -> str | 
             f"in multiples of {COLUMNS}, not {tokens}, {width} and {hidden}"
         )
     return choice.untried_triton("of which it uses experimental parts")
+
+
+def programs(x: Tensor, w: Tensor) -> int:
+    """For x [T, width] and w [hidden, width]: as many as there are multiprocessors, or tiles."""
+    tiles = x.shape[0] // ROWS * (w.shape[0] // COLUMNS)
+    return min(torch.cuda.get_device_properties(x.device).multi_processor_count, tiles)
+
+
+def empty(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `quantize.both` of [T, hidden]; on a GPU each warp has seen a peak of its own."""
+    tokens, hidden = x.shape[0], w.shape[0]
+    seen = programs(x, w) * 2 * WARPS if x.is_cuda else 1
+    shapes = (tokens, hidden), (hidden, tokens), (1, 1), (seen,)
+    a, b, c, d = (
+        x.new_empty(shape, dtype=dtype)
+        for shape, dtype in zip(shapes, (FP8, FP8, torch.float32, torch.float32), strict=True)
+    )
+    return a, b, c, d

@@ -33,11 +33,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dwslm.ops.fp8.kernels import _fp8_scale_of_peaks_kernel
+from dwslm.ops.mlp import fp8_fit
 from dwslm.ops.mlp.fp8_fit import COLUMNS, INNER, ROWS
 
 STAGES = 3  # steps along the inner side that are under way
 APART = True  # a place of its own for the transposed tile; without it there is room for a fourth stage
-WARPS = 4  # of a warpgroup
 PEAK_BLOCK = 2048
 
 KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
@@ -251,39 +251,31 @@ def _delayed_kernel(
     )  # fmt: skip
 
 
-def _programs(x: Tensor, w: Tensor) -> int:
-    return min(
-        torch.cuda.get_device_properties(x.device).multi_processor_count, x.shape[0] // ROWS * (w.shape[0] // COLUMNS)
-    )
-
-
-def _launch(
+def launch(
     x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, a: Tensor | None, a_scale: Tensor | None,
     peaks: Tensor, index: int, factor: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    out, out_t, scale, seen = _empty(x, w)
+    """The operators of `fp8_products`: forward without `a`, backward with it. w [hidden, width] either way."""
+    out, out_t, scale, seen = fp8_fit.empty(x, w)
     inverse = torch.empty_like(scale)
-    (rows, inner), columns = x.shape, w.shape[0]
-    panel = gl.NVMMASharedLayout(INNER, 8, 2)
+    (rows, inner), columns, half = x.shape, w.shape[0], ROWS // 2
 
-    def blocks(of: Tensor, height: int, wide: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+    def blocks(of: Tensor, height: int, wide: int, bits: int) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout(min(128, wide * bits // 8), bits, 2)
         return TensorDescriptor(of, list(of.shape), list(of.stride()), [height, wide], layout)
 
     def words(of: Tensor, height: int, wide: int) -> TensorDescriptor:
-        wide_bytes = min(128, wide)
-        return blocks(of.view(torch.int16), height, wide // 2, gl.NVMMASharedLayout(wide_bytes, 16, 2))
+        return blocks(of.view(torch.int16), height, wide // 2, 16)
 
-    half = ROWS // 2
     described = (
-        blocks(x.contiguous(), half, INNER, panel), blocks(w.contiguous(), COLUMNS, INNER, panel),
+        blocks(x.contiguous(), half, INNER, 8), blocks(w.contiguous(), COLUMNS, INNER, 8),
         words(out if a is None else a.contiguous(), half, COLUMNS), words(out, half, COLUMNS), words(out_t, COLUMNS, half),
     )  # fmt: skip
-    programs = _programs(x, w)
 
     def multiply(write: bool) -> None:
-        _delayed_kernel[(programs,)](
+        _delayed_kernel[(fp8_fit.programs(x, w),)](
             *described, x_scale, w_scale, x_scale if a_scale is None else a_scale, inverse, peaks, seen, rows, columns, inner,
-            INDEX=index, GRADIENT=a is not None, WRITE=write, APART=APART, STAGES=STAGES, num_warps=WARPS,
+            INDEX=index, GRADIENT=a is not None, WRITE=write, APART=APART, STAGES=STAGES, num_warps=fp8_fit.WARPS,
         )  # fmt: skip
 
     multiply(False)
@@ -292,65 +284,3 @@ def _launch(
     )
     multiply(True)
     return out, out_t, scale, seen
-
-
-def _empty(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens, hidden = x.shape[0], w.shape[0]
-    return (
-        x.new_empty(tokens, hidden), x.new_empty(hidden, tokens), x.new_empty(1, 1, dtype=torch.float32),
-        x.new_empty(_programs(x, w) * 2 * WARPS, dtype=torch.float32),
-    )  # fmt: skip
-
-
-@torch.library.custom_op("dwslm::fp8_squared_relu_up", mutates_args=())
-def fp8_squared_relu_up(
-    x: Tensor, x_scale: Tensor, up: Tensor, up_scale: Tensor, peaks: Tensor, index: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """relu(x up^T)^2 of x [T, width] and up [hidden, width], float8 with scales [1, 1], rounded as `quantize.both` does.
-
-    Returns:
-        float8 [T, hidden], float8 [hidden, T], the scale [1, 1], and magnitudes before rounding whose largest is the peak.
-    """
-    return _launch(x, x_scale, up, up_scale, None, None, peaks, index, 1.0)
-
-
-@torch.library.custom_op("dwslm::fp8_squared_relu_down_gradient", mutates_args=())
-def fp8_squared_relu_down_gradient(
-    dy: Tensor,
-    dy_scale: Tensor,
-    down_t: Tensor,
-    down_scale: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    peaks: Tensor,
-    index: int,
-    factor: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dy down) * 2 sqrt(a) of dy [T, width], down's transpose [hidden, width] and a [T, hidden], float8 with scales [1, 1].
-
-    Returns:
-        As `fp8_squared_relu_up`; the scale times `factor`.
-    """
-    return _launch(dy, dy_scale, down_t, down_scale, a, a_scale, peaks, index, factor)
-
-
-@fp8_squared_relu_up.register_fake
-def _(
-    x: Tensor, x_scale: Tensor, up: Tensor, up_scale: Tensor, peaks: Tensor, index: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty(x, up)
-
-
-@fp8_squared_relu_down_gradient.register_fake
-def _(
-    dy: Tensor,
-    dy_scale: Tensor,
-    down_t: Tensor,
-    down_scale: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    peaks: Tensor,
-    index: int,
-    factor: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty(dy, down_t)
