@@ -28,7 +28,7 @@ from dwslm.ops.scaled_product import scaled_matmul
 PEAKS = ("x", "up", "down", "a", "dy", "dh")
 """What the delayed recipe scales, in the order of its state (`new_peaks(len(PEAKS))`)."""
 
-FUSED = False
+FUSED = True
 """Whether the two products whose results are rounded at once do that themselves, where `fp8_fit` has nothing against it."""
 
 SETTING = "model.mlp_precision"
