@@ -36,8 +36,8 @@ from dwslm.ops.fp8.kernels import _fp8_scale_of_peaks_kernel
 from dwslm.ops.mlp import fp8_fit
 from dwslm.ops.mlp.fp8_fit import COLUMNS, INNER, ROWS
 
-STAGES = 3  # steps along the inner side that are under way
-APART = True  # a place of its own for the transposed tile; without it there is room for a fourth stage
+STAGES = 4  # steps along the inner side that are under way
+APART = False  # a place of its own for the transposed tile takes that of a fourth stage
 PEAK_BLOCK = 2048
 
 KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
