@@ -13,6 +13,7 @@ from dwslm.ops.add_norm.reference import add_norm_reference
 from dwslm.ops.fp8 import PEAKS, Rounded, delayed_linear, new_peaks
 from dwslm.ops.fp8.reference import linear_reference
 from dwslm.ops.mlp.reference import squared_relu_mlp_reference
+from dwslm.train.compiling import prepare_compiler
 from tests.model.small import packed, small_model
 from tests.ops.helpers import relative_error
 
@@ -184,6 +185,7 @@ def test_fused_compiled_with_a_model_is_one_graph():
     """Three micro-batches, so that scales are known; the two forms round x once and twice, a few per cent of its values apart."""
     shape = {"width": 256, "heads": 2, "kv_heads": 1, "head_dim": 128, "delta_head_dim": 128, "mlp_hidden": 512}
     precision = {"dtype": "bfloat16", "mlp_precision": "fp8_delayed", "projection_precision": "fp8_delayed"}
+    prepare_compiler()  # or PyTorch before 2.13 writes down what each operator was made from, for minutes
     losses, gradients = [], []
     for name in ("torch", "fused"):
         torch._dynamo.reset()
