@@ -77,7 +77,7 @@ OF_WORDS = gl.constexpr(gl.DistributedLinearLayout([[8, 0], *_COLUMNS], _LANES, 
 
 @gluon.jit
 def _load_part(
-    x, w, aux, xs, ws, own0, own1, full, empty, ready, free, rows, columns, inner,
+    x, w, aux, xs, ws, own0, own1, bars, rows, columns, inner,
     GRADIENT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies: halves of x's tile and w's tile into stages, and a8's tile where results will be staged."""
@@ -93,25 +93,25 @@ def _load_part(
         row, column = tile // across * R, tile % across * C
         for k in range(0, inner, K):
             stage, phase = step % STAGES, step // STAGES & 1
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            mbarrier.expect(full.index(stage), 2 * x.block_type.nbytes + w.block_type.nbytes)
-            tma.async_copy_global_to_shared(x, [row, k], full.index(stage), xs.index(2 * stage))
-            tma.async_copy_global_to_shared(x, [row + R // 2, k], full.index(stage), xs.index(2 * stage + 1))
-            tma.async_copy_global_to_shared(w, [column, k], full.index(stage), ws.index(stage))
+            mbarrier.wait(bars.index(STAGES + stage), phase ^ 1)
+            mbarrier.expect(bars.index(stage), 2 * x.block_type.nbytes + w.block_type.nbytes)
+            tma.async_copy_global_to_shared(x, [row, k], bars.index(stage), xs.index(2 * stage))
+            tma.async_copy_global_to_shared(x, [row + R // 2, k], bars.index(stage), xs.index(2 * stage + 1))
+            tma.async_copy_global_to_shared(w, [column, k], bars.index(stage), ws.index(stage))
             if GRADIENT and k == late:
-                mbarrier.wait(free.index(0), turn & 1 ^ 1)
-                mbarrier.expect(ready.index(0), aux.block_type.nbytes)
-                tma.async_copy_global_to_shared(aux, [row, column // 2], ready.index(0), own0)
-                mbarrier.wait(free.index(1), turn & 1 ^ 1)
-                mbarrier.expect(ready.index(1), aux.block_type.nbytes)
-                tma.async_copy_global_to_shared(aux, [row + R // 2, column // 2], ready.index(1), own1)
+                mbarrier.wait(bars.index(2 * STAGES + 2), turn & 1 ^ 1)
+                mbarrier.expect(bars.index(2 * STAGES), aux.block_type.nbytes)
+                tma.async_copy_global_to_shared(aux, [row, column // 2], bars.index(2 * STAGES), own0)
+                mbarrier.wait(bars.index(2 * STAGES + 3), turn & 1 ^ 1)
+                mbarrier.expect(bars.index(2 * STAGES + 1), aux.block_type.nbytes)
+                tma.async_copy_global_to_shared(aux, [row + R // 2, column // 2], bars.index(2 * STAGES + 1), own1)
             step += 1
 
 
 @gluon.jit
-def _multiply(xs, ws, full, step, total, HALF: gl.constexpr, STAGES: gl.constexpr):
+def _multiply(xs, ws, bars, step, total, HALF: gl.constexpr, STAGES: gl.constexpr):
     stage = step % STAGES
-    mbarrier.wait(full.index(stage), step // STAGES & 1)
+    mbarrier.wait(bars.index(stage), step // STAGES & 1)
     return warpgroup_mma(xs.index(2 * stage + HALF), ws.index(stage).permute((1, 0)), total, is_async=True)
 
 
@@ -140,7 +140,7 @@ def _roots(words):
 
 @gluon.jit
 def _half_part(
-    out, out_t, xs, ws, own, own_t, full, empty, ready, free, seen, unit, by, rows, columns, inner,
+    out, out_t, xs, ws, own, own_t, bars, seen, unit, by, rows, columns, inner,
     HALF: gl.constexpr, GRADIENT: gl.constexpr, WRITE: gl.constexpr, APART: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: the upper or lower 64 rows of every tile. The other may be stages behind, so that its products run during
@@ -154,22 +154,22 @@ def _half_part(
     step = 0
     for tile in range(gl.program_id(0), (rows // (2 * H)) * across, gl.num_programs(0)):
         row, column = tile // across * (2 * H) + HALF * H, tile % across * C
-        total = _multiply(xs, ws, full, step, gl.zeros([H, C], gl.float32, LAYOUT), HALF, STAGES)
+        total = _multiply(xs, ws, bars, step, gl.zeros([H, C], gl.float32, LAYOUT), HALF, STAGES)
         total = warpgroup_mma_wait(1, deps=(total,))
         step += 1
         tma.store_wait(0)  # the last tile has been read out of its places
         if GRADIENT:
-            mbarrier.arrive(free.index(HALF), pred=tile >= gl.num_programs(0))
+            mbarrier.arrive(bars.index(2 * STAGES + 2 + HALF), pred=tile >= gl.num_programs(0))
         for _step in range(K, inner, K):
-            total = _multiply(xs, ws, full, step, total, HALF, STAGES)
+            total = _multiply(xs, ws, bars, step, total, HALF, STAGES)
             total = warpgroup_mma_wait(1, deps=(total,))
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+            mbarrier.arrive(bars.index(STAGES + (step + STAGES - 1) % STAGES))
             step += 1
         total = warpgroup_mma_wait(0, deps=(total,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        mbarrier.arrive(bars.index(STAGES + (step + STAGES - 1) % STAGES))
         a, b, c, d = _apart(total, H, C)
         if GRADIENT:
-            mbarrier.wait(ready.index(HALF), tile // gl.num_programs(0) & 1)
+            mbarrier.wait(bars.index(2 * STAGES + HALF), tile // gl.num_programs(0) & 1)
             upper, lower = _halves(own.load(OF_WORDS).reshape([H // 16, 2, 8, C // 2]).permute((0, 2, 3, 1)))
             of_a, of_b = _roots(upper)
             of_c, of_d = _roots(lower)
@@ -228,23 +228,21 @@ def _delayed_kernel(
     else:
         own0_t = own0._reinterpret(out_t.dtype, out_t.block_type.shape, out_t.layout)
         own1_t = own1._reinterpret(out_t.dtype, out_t.block_type.shape, out_t.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    # One tensor, which is used to the end: the place of one that a form has no use for would be given to what the parts are handed.
+    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 4, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars.index(STAGES + i), count=2)
     for i in gl.static_range(2):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+        mbarrier.init(bars.index(2 * STAGES + i), count=1)
+        mbarrier.init(bars.index(2 * STAGES + 2 + i), count=1)
     gl.warp_specialize(
         [
-            (_half_part, (out, out_t, xs, ws, own0, own0_t, full, empty, ready, free, seen, unit, by, rows, columns, inner,
+            (_half_part, (out, out_t, xs, ws, own0, own0_t, bars, seen, unit, by, rows, columns, inner,
                           0, GRADIENT, WRITE, APART, STAGES)),
-            (_half_part, (out, out_t, xs, ws, own1, own1_t, full, empty, ready, free, seen, unit, by, rows, columns, inner,
+            (_half_part, (out, out_t, xs, ws, own1, own1_t, bars, seen, unit, by, rows, columns, inner,
                           1, GRADIENT, WRITE, APART, STAGES)),
-            (_load_part, (x, w, aux, xs, ws, own0, own1, full, empty, ready, free, rows, columns, inner, GRADIENT, STAGES)),
+            (_load_part, (x, w, aux, xs, ws, own0, own1, bars, rows, columns, inner, GRADIENT, STAGES)),
         ],
         [4, 1],
         [240, 24],
