@@ -48,13 +48,14 @@ def cases(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Case]:
         mlp.resolve("fused", device, dtype, fit.ROWS, width, hidden)
         return run("model", "fused")
 
-    def delayed() -> Run:
+    def delayed(engine: str) -> Run:
+        mlp.resolve_delayed(engine, device, fit.ROWS, width, hidden)
         peaks = new_peaks(len(PEAKS), device)
 
         def own(inputs: Sequence[Tensor], segments: Segments) -> tuple[Tensor, ...]:
             x, up, down = inputs
             x, known = KeepFirst.apply(x, peaks)
-            return (squared_relu_mlp(x, up, down, "fp8_delayed", known),)
+            return (squared_relu_mlp(x, up, down, "fp8_delayed", known, engine=engine),)
 
         return own
 
@@ -76,7 +77,8 @@ def cases(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Case]:
             Engine("compiled", lambda: compiled(run("model"), device), patience=60),
             Engine("fused", fused),
             Engine("fp8", lambda: run("fp8"), dtype=FP8, bounds=FP8_BOUNDS),
-            Engine("fp8_delayed", delayed, dtype=FP8, bounds=FP8_BOUNDS),
+            Engine("fp8_delayed", lambda: delayed("torch"), dtype=FP8, bounds=FP8_BOUNDS),
+            Engine("fp8_delayed_fused", lambda: delayed("fused"), dtype=FP8, bounds=FP8_BOUNDS),
             Engine("eager", lambda: run("model")),
             Engine(
                 "transformer_engine",

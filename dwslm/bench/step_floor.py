@@ -23,8 +23,7 @@ from dwslm.model.projection import Projection
 from dwslm.ops import add_norm, delta_gate
 from dwslm.ops import short_conv as convolution
 from dwslm.ops.delta_rule import decay_dtype
-from dwslm.ops.mlp import fp8
-from dwslm.ops.mlp.fit import resolve
+from dwslm.ops.mlp import resolve, resolve_delayed
 from dwslm.optim.optimizer import Optimizer
 
 BYTES = 2  # of an activation
@@ -145,10 +144,8 @@ def floors(
     if in_fp8 and convolution.rounds(s.conv_engine, optimizer.device, s.delta_head_dim):
         behind = [part.input.weight for part in model.modules() if isinstance(part, DeltaAttention)]
         quantised -= DELAYED_BYTES * sum(map(len, behind))
-    if s.mlp_precision == "fp8_delayed" and fp8.fuses(
-        optimizer.device, *size
-    ):  # the square and its gradient, in the products
-        quantised -= s.layers * of_hidden * s.mlp_hidden
+    if s.mlp_precision == "fp8_delayed" and resolve_delayed(s.mlp_engine, optimizer.device, *size) == "fused":
+        quantised -= s.layers * of_hidden * s.mlp_hidden  # the square and its gradient, inside the products
     if quantised:
         found["quantisation"] = Floor(bytes=float(total * quantised))
     if s.depth_block:

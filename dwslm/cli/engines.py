@@ -65,6 +65,8 @@ def engine(part: str, s: ModelSettings, device: torch.device, tokens: int = EVEN
         return add_norm.resolve(s.norm_engine, device, s.width)
     if part == "MLP" and s.mlp_precision == "model":
         return mlp.resolve(s.mlp_engine, device, dtype, tokens, s.width, s.mlp_hidden)
+    if part == "MLP" and s.mlp_precision == "fp8_delayed":
+        return mlp.resolve_delayed(s.mlp_engine, device, tokens, s.width, s.mlp_hidden)
     if part == "attention residuals" and s.depth_block:
         return depth_mix.resolve(s.depth_engine, device)
     if part == "head" and s.head_precision == "model":

@@ -113,8 +113,8 @@ class ModelSettings:
     gate_engine: str = "auto"
     """Kernels of KDA's decay gate and gated output norm: "fused" (Triton), "torch", or "auto", which is "fused" on a GPU."""
     mlp_engine: str = "auto"
-    """Of `mlp_precision` model: "fused" has the squared ReLU inside the products (a Hopper GPU), "torch" leaves it to the
-    compiler, or "auto", which is "fused" where that fits."""
+    """"fused" has the squared ReLU inside the products (a Hopper GPU), and for `mlp_precision` fp8_delayed its rounding; "torch"
+    has them apart; or "auto": "fused" where that fits, for fp8_delayed "torch". fp8 has one engine."""
     norm_engine: str = "auto"
     """Kernel of the residual stream's addition and norm, where there are no attention residuals: "fused" (Triton), "torch", or
     "auto", which is "fused" on a GPU."""
@@ -183,10 +183,10 @@ class ModelSettings:
         delta_gate.check_name(self.gate_engine)
         add_norm.check_name(self.norm_engine)
         mlp.check_name(self.mlp_engine)
-        if self.mlp_engine == "fused" and self.mlp_precision != "model":
+        if self.mlp_engine == "fused" and self.mlp_precision == "fp8":
             raise ValueError(
-                f"model.mlp_engine=fused is for model.mlp_precision=model, not for {self.mlp_precision}, whose kernels are "
-                "its own: set model.mlp_engine=auto"
+                "model.mlp_engine=fused is for model.mlp_precision=model or fp8_delayed, not for fp8, whose kernels are its own: "
+                "set model.mlp_engine=auto"
             )
         depth_mix.check_name(self.depth_engine)
         loss_head.check_name(self.head_engine)

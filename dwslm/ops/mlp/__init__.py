@@ -5,16 +5,27 @@ from torch import Tensor
 
 from dwslm.ops import choice
 from dwslm.ops.fp8 import Operand, product
-from dwslm.ops.mlp import fit, fp8
+from dwslm.ops.mlp import fit, fp8, fp8_fit
 from dwslm.ops.mlp.fp8 import PEAKS, fp8_delayed_mlp, fp8_mlp, rounding
 from dwslm.ops.mlp.plain import plain_mlp
 
-__all__ = ["ENGINES", "PEAKS", "PRECISIONS", "check_name", "misfit", "resolve", "rounding", "squared_relu_mlp"]
+__all__ = [
+    "ENGINES",
+    "PEAKS",
+    "PRECISIONS",
+    "check_name",
+    "misfit",
+    "resolve",
+    "resolve_delayed",
+    "rounding",
+    "squared_relu_mlp",
+]
 
 ENGINES = choice.ENGINES
 PRECISIONS = ("model", "fp8", "fp8_delayed")
 
 resolve = fit.resolve
+resolve_delayed = fp8_fit.resolve
 
 
 def check_name(engine: str) -> None:
@@ -47,8 +58,8 @@ def squared_relu_mlp(
         peaks: state of `fp8_delayed`, see `PEAKS`. It is read; `remember` writes it after the backward pass.
         factor: what the output is multiplied by, inside the products of either pass: it costs nothing and rounds nothing. Peaks
             are those of the tensors as they are rounded: a, dy as it comes in, and dh before the factor.
-        engine: of precision `model`: "fused" has the squared ReLU inside the products, "torch" leaves it to the compiler; or
-            `auto`.
+        engine: of precision `model`: "fused" has the squared ReLU inside the products, "torch" leaves it to the compiler; of
+            `fp8_delayed` likewise, with its rounding; or `auto`. `fp8` has one engine.
 
     Returns:
         [T, width] in x's dtype.
@@ -59,7 +70,7 @@ def squared_relu_mlp(
     if precision not in PRECISIONS:
         raise ValueError(f"unknown MLP precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
     if precision == "fp8_delayed":
-        return fp8_delayed_mlp(x, up, down, peaks, factor)
+        return fp8_delayed_mlp(x, up, down, peaks, factor, engine)
     assert isinstance(x, Tensor), "other precisions round for themselves"
     if precision == "fp8":
         return fp8_mlp(x, up, down, peaks, factor)

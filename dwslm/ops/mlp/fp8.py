@@ -28,8 +28,6 @@ from dwslm.ops.scaled_product import scaled_matmul
 PEAKS = ("x", "up", "down", "a", "dy", "dh")
 """What the delayed recipe scales, in the order of its state (`new_peaks(len(PEAKS))`)."""
 
-FUSED = True
-"""Whether the two products whose results are rounded at once do that themselves, where `fp8_fit` has nothing against it."""
 
 SETTING = "model.mlp_precision"
 X, UP, DOWN, A, DY, DH = range(len(PEAKS))
@@ -59,16 +57,11 @@ class Rows(torch.autograd.Function):
         return dx, dh.t() @ x, scaled_matmul(dy.t(), a, ctx.factor), None
 
 
-def fuses(device: torch.device, tokens: int, width: int, hidden: int) -> bool:
-    """Whether the delayed recipe takes the products that round for themselves."""
-    return FUSED and fp8_fit.misfit(device, tokens, width, hidden) is None
-
-
 def _squared_up(
-    x8: Tensor, x_scale: Tensor, up8: Tensor, up_scale: Tensor, dtype: torch.dtype, peaks: Tensor
+    x8: Tensor, x_scale: Tensor, up8: Tensor, up_scale: Tensor, dtype: torch.dtype, peaks: Tensor, fused: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """relu(x up^T)^2 as `quantize.both` gives it."""
-    if fuses(x8.device, len(x8), x8.shape[1], len(up8)):
+    if fused:
         return fp8_products.squared_relu_up(x8, x_scale, up8, up_scale, peaks, A)
     return quantize.both(product(x8, x_scale, up8, up_scale, dtype, True), None, True, peaks, A)
 
@@ -83,9 +76,10 @@ def _down_gradient(
     a_scale: Tensor,
     peaks: Tensor,
     factor: float,
+    fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dy down) * 2 sqrt(a) as `quantize.both` gives it, its scale times `factor`."""
-    if fuses(dy8.device, len(dy8), dy8.shape[1], len(down8_t)):
+    if fused:
         return fp8_products.squared_relu_down_gradient(
             dy8, dy_scale, down8_t, down_scale, a8, a_scale, peaks, DH, factor
         )
@@ -94,7 +88,8 @@ def _down_gradient(
 
 
 class Delayed(torch.autograd.Function):
-    """Fields of `Rounded`, both weights, peaks and the factor."""
+    """Fields of `Rounded`, both weights, peaks, the factor, and whether the two products whose results are rounded at once round
+    for themselves."""
 
     @staticmethod
     def forward(
@@ -108,15 +103,16 @@ class Delayed(torch.autograd.Function):
         down: Tensor,
         peaks: Tensor,
         factor: float,
+        fused: bool,
     ) -> Tensor:
         up8, up8_t, up_scale, up_seen = quantize.both(up, None, False, peaks, UP)
         down8, down8_t, down_scale, down_seen = quantize.both(down, None, False, peaks, DOWN)
-        a8, a8_t, a_scale, a_seen = _squared_up(x8, x_scale, up8, up_scale, up.dtype, peaks)
+        a8, a8_t, a_scale, a_seen = _squared_up(x8, x_scale, up8, up_scale, up.dtype, peaks, fused)
         times_factor = a_scale * factor
         y = product(a8, times_factor, down8, down_scale, up.dtype, True)
         scales, seen = (x_scale, up_scale, down_scale, a_scale, times_factor), (x_seen, up_seen, down_seen, a_seen)
         ctx.save_for_backward(x8_t, up8_t, down8_t, a8, a8_t, peaks, *scales, *seen)
-        ctx.factor = factor
+        ctx.factor, ctx.fused = factor, fused
         return y
 
     @staticmethod
@@ -125,14 +121,14 @@ class Delayed(torch.autograd.Function):
         x_scale, up_scale, down_scale, a_scale, times_factor = scales
         dy8, dy8_t, dy_scale, dy_seen = quantize.both(dy.contiguous(), None, False, peaks, DY)
         dh8, dh8_t, dh_scale, dh_seen = _down_gradient(
-            dy8, dy_scale, down8_t, down_scale, dy.dtype, a8, a_scale, peaks, ctx.factor
+            dy8, dy_scale, down8_t, down_scale, dy.dtype, a8, a_scale, peaks, ctx.factor, ctx.fused
         )
         # A sum over all tokens of the micro-batch is too long for short registers.
         ddown = product(dy8_t, dy_scale, a8_t, times_factor, dy.dtype, False)
         dup = product(dh8_t, dh_scale, x8_t, x_scale, dy.dtype, False)
         dx = product(dh8, dh_scale, up8_t, up_scale, dy.dtype, True)
         seen = quantize.largest([x_seen, up_seen, down_seen, a_seen, dy_seen, dh_seen])
-        return dx, None, None, None, None, dup, ddown, seen, None
+        return dx, None, None, None, None, dup, ddown, seen, None, None
 
 
 def rounding(peaks: Tensor) -> Rounding:
@@ -153,7 +149,7 @@ def fp8_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None, factor: f
     return first_rows(y, len(x))
 
 
-def fp8_delayed_mlp(x: Operand, up: Tensor, down: Tensor, peaks: Tensor | None, factor: float) -> Tensor:
+def fp8_delayed_mlp(x: Operand, up: Tensor, down: Tensor, peaks: Tensor | None, factor: float, engine: str) -> Tensor:
     """`squared_relu_mlp` with delayed scales. Without gradients it takes one scale per row instead.
 
     A score must not move the state of training, nor depend on it or on what else is in the batch.
@@ -165,7 +161,9 @@ def fp8_delayed_mlp(x: Operand, up: Tensor, down: Tensor, peaks: Tensor | None, 
             raise ValueError(
                 "MLP precision 'fp8_delayed' keeps the peaks of its tensors: give it `new_peaks(len(PEAKS))`"
             )
-        y: Tensor = Delayed.apply(*rounded(x, rounding(peaks)), up, down, peaks, factor)
+        made = rounded(x, rounding(peaks))
+        fused = fp8_fit.resolve(engine, up.device, len(made.values), *up.shape[::-1]) == "fused"
+        y: Tensor = Delayed.apply(*made, up, down, peaks, factor, fused)
     else:
         assert isinstance(x, Tensor), "what is rounded with a delayed scale is for training"
         y = rows_forward(filled(x.contiguous()), up, down, factor)[0]

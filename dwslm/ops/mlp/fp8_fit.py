@@ -25,6 +25,18 @@ def misfit(device: torch.device, tokens: int, width: int, hidden: int) -> str | 
     return choice.untried_triton("of which it uses experimental parts")
 
 
+def resolve(engine: str, device: torch.device, tokens: int, width: int, hidden: int) -> str:
+    """Name of the engine that `engine` stands for: `auto` is "torch", products and roundings apart. "fused" hung on an H200
+    before its barriers got a place of their own, and has not trained a whole run since (docs/lab-notes.md).
+
+    Raises:
+        ValueError: where "fused" cannot be had.
+    """
+    if engine == "auto":
+        return "torch"
+    return choice.resolve("MLP", engine, misfit(device, tokens, width, hidden) if engine == "fused" else None)
+
+
 def programs(x: Tensor, w: Tensor) -> int:
     """For x [T, width] and w [hidden, width]: as many as there are multiprocessors, or tiles."""
     tiles = x.shape[0] // ROWS * (w.shape[0] // COLUMNS)

@@ -37,7 +37,6 @@ from dwslm.ops.mlp import fp8_fit
 from dwslm.ops.mlp.fp8_fit import COLUMNS, INNER, ROWS
 
 STAGES = 4  # steps along the inner side that are under way
-APART = False  # a place of its own for the transposed tile takes that of a fourth stage
 PEAK_BLOCK = 2048
 
 KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
@@ -141,7 +140,7 @@ def _roots(words):
 @gluon.jit
 def _half_part(
     out, out_t, xs, ws, own, own_t, bars, seen, unit, by, rows, columns, inner,
-    HALF: gl.constexpr, GRADIENT: gl.constexpr, WRITE: gl.constexpr, APART: gl.constexpr, STAGES: gl.constexpr,
+    HALF: gl.constexpr, GRADIENT: gl.constexpr, WRITE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: the upper or lower 64 rows of every tile. The other may be stages behind, so that its products run during
     this one's epilogue."""
@@ -187,8 +186,7 @@ def _half_part(
             own.store(gl.join(upper, lower).permute((0, 3, 1, 2)).reshape([H, C // 2]))
             fence_async_shared()
             tma.async_copy_shared_to_global(out, [row, column // 2], own)
-            if not APART:
-                tma.store_wait(0)
+            tma.store_wait(0)  # the transposed tile takes its place
             tokens = gl.join(first, second).reshape([H // 16, 8, C // 8, 4, 2]).permute((2, 1, 0, 4, 3))
             own_t.store(tokens.reshape([C, H // 2]))
             fence_async_shared()
@@ -202,7 +200,7 @@ def _half_part(
 @gluon.jit
 def _delayed_kernel(
     x, w, aux, out, out_t, x_scale, w_scale, aux_scale, inverse, known, seen, rows, columns, inner,
-    INDEX: gl.constexpr, GRADIENT: gl.constexpr, WRITE: gl.constexpr, APART: gl.constexpr, STAGES: gl.constexpr,
+    INDEX: gl.constexpr, GRADIENT: gl.constexpr, WRITE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Persistent: one warp copies, two warpgroups multiply. aux, out and out_t in words of two values. WRITE: give the rounded
     values; without it the peaks alone, and where one is known before nothing."""
@@ -222,13 +220,10 @@ def _delayed_kernel(
     ws = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_type.shape, w.layout)
     own0 = gl.allocate_shared_memory(out.dtype, out.block_type.shape, out.layout)
     own1 = gl.allocate_shared_memory(out.dtype, out.block_type.shape, out.layout)
-    if APART:
-        own0_t = gl.allocate_shared_memory(out_t.dtype, out_t.block_type.shape, out_t.layout)
-        own1_t = gl.allocate_shared_memory(out_t.dtype, out_t.block_type.shape, out_t.layout)
-    else:
-        own0_t = own0._reinterpret(out_t.dtype, out_t.block_type.shape, out_t.layout)
-        own1_t = own1._reinterpret(out_t.dtype, out_t.block_type.shape, out_t.layout)
-    # One tensor, which is used to the end: the place of one that a form has no use for would be given to what the parts are handed.
+    own0_t = own0._reinterpret(out_t.dtype, out_t.block_type.shape, out_t.layout)
+    own1_t = own1._reinterpret(out_t.dtype, out_t.block_type.shape, out_t.layout)
+    # One tensor, which is used to the end. Apart, the two that a form has no use for lay where what the parts are handed is put;
+    # an mbarrier's memory is nobody else's until it is invalidated, and now and then a part had a wrong count and all waited.
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 4, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
@@ -239,9 +234,9 @@ def _delayed_kernel(
     gl.warp_specialize(
         [
             (_half_part, (out, out_t, xs, ws, own0, own0_t, bars, seen, unit, by, rows, columns, inner,
-                          0, GRADIENT, WRITE, APART, STAGES)),
+                          0, GRADIENT, WRITE, STAGES)),
             (_half_part, (out, out_t, xs, ws, own1, own1_t, bars, seen, unit, by, rows, columns, inner,
-                          1, GRADIENT, WRITE, APART, STAGES)),
+                          1, GRADIENT, WRITE, STAGES)),
             (_load_part, (x, w, aux, xs, ws, own0, own1, bars, rows, columns, inner, GRADIENT, STAGES)),
         ],
         [4, 1],
@@ -273,7 +268,7 @@ def launch(
     def multiply(write: bool) -> None:
         _delayed_kernel[(fp8_fit.programs(x, w),)](
             *described, x_scale, w_scale, x_scale if a_scale is None else a_scale, inverse, peaks, seen, rows, columns, inner,
-            INDEX=index, GRADIENT=a is not None, WRITE=write, APART=APART, STAGES=STAGES, num_warps=fp8_fit.WARPS,
+            INDEX=index, GRADIENT=a is not None, WRITE=write, STAGES=STAGES, num_warps=fp8_fit.WARPS,
         )  # fmt: skip
 
     multiply(False)
