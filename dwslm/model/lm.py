@@ -104,8 +104,8 @@ class ModelSettings:
     """Kernel of softmax attention: "cudnn", "flash", "flash4", "flash_attn", "flex", "torch", or "auto", the fastest that
     fits."""
     delta_engine: str = "auto"
-    """Kernel of the delta rule: "fused" (Triton), "cudnn", "fla", "torch", "fla_gdn" (for "gdn" only), or "auto", the
-    fastest that fits."""
+    """Kernel of the delta rule: "fused" (Gluon), "cudnn", "fla", "torch", "fla_gdn" (for "gdn" only), or "auto", the fastest
+    that fits."""
     qk_norm_engine: str = "auto"
     """Kernel of QK-norm and rotary positions: "fused" (Triton), "torch", or "auto", which is "fused" on a GPU."""
     conv_engine: str = "auto"

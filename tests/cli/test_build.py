@@ -116,7 +116,7 @@ def test_a_build_on_a_gpu_is_refused_before_its_data_are_opened(tiny_data, tmp_p
             build(config, lr=None, ranks=OnAGpu())
 
 
-@pytest.mark.parametrize("setting", ["mlp_precision", "projection_precision"])
+@pytest.mark.parametrize("setting", ["mlp_precision", "projection_precision", "head_precision"])
 def test_fp8_takes_every_candidate(tiny_data, tmp_path, setting):
     """Rows of 8 slots; FP8 multiplies multiples of 16 tokens, and fills up what is none."""
     config = config_of(tiny_data, tmp_path)

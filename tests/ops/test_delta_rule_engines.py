@@ -105,7 +105,7 @@ def test_auto_on_a_cpu_is_torch_whatever_is_installed(machine):
             (9, 0),
             BOTH,
             {},
-            "is for Triton 3.6, whose products for Hopper change with it, and 3.7.1 is installed: choose",
+            "is for Triton 3.6, of which it uses experimental parts, and 3.7.1 is installed: choose",
         ),
         ("fused", (10, 0), ALL, {}, "needs a Hopper GPU (compute capability 9.0), and this one has 10.0"),
         ("fused", (9, 0), ALL, {"head_dim": 64}, "takes heads of 128, and head_dim is 64"),

@@ -103,7 +103,7 @@ def test_the_count_is_within_six_percent_of_peaks_with_the_delta_rule_of_cudnn(c
     ("changes", "tokens", "measured"),
     [
         ({}, 65_536, 67.7e9),
-        (PLAIN, 131_072, 127.3e9),
+        (PLAIN, 131_072, 129.9e9),
         (PLAIN | {"mlp_precision": "fp8"}, 131_072, 129.0e9),
         (PLAIN | {"mlp_precision": "fp8_delayed"}, 131_072, 123.9e9),
         (PLAIN | {"mlp_precision": "fp8_delayed", "projection_precision": "fp8_delayed"}, 131_072, 120.8e9),
@@ -113,7 +113,7 @@ def test_the_count_is_within_six_percent_of_peaks_with_the_delta_rule_of_cudnn(c
             131_072,
             126.1e9,
         ),
-        (PLAIN | {"local": "window"}, 131_072, 76.2e9),
+        (PLAIN | {"local": "window"}, 131_072, 72.7e9),
         ({"layers": 40}, 32_768, 71.4e9),
     ],
 )

@@ -28,17 +28,16 @@ def misfit(device: torch.device, dtype: torch.dtype, head_dim: int, bounded: boo
 
 
 def fused_misfit(device: torch.device, dtype: torch.dtype, head_dim: int, bounded: bool) -> str | None:
-    """The same for the kernels in Triton, whose compiler is known to go wrong with products of this kind on Hopper: with some
-    tile sizes they read outside of shared memory. Those taken here have been held to float32 with one version."""
+    """The same for our own kernels, which are in Gluon and have been held to float32 with one version of Triton."""
     if reason := misfit(device, dtype, head_dim, bounded):
         return reason
-    if reason := choice.untried_triton("whose products for Hopper change with it"):
+    if reason := choice.untried_triton("of which it uses experimental parts"):
         return f"{reason}: choose auto, cudnn or fla"
     return None
 
 
 def unreadable(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> str | None:
-    """What the Triton engine would read wrongly, beyond what `fused_misfit` is told; None where it reads all."""
+    """What the engine `fused` would read wrongly, beyond what `fused_misfit` is told; None where it reads all."""
     if v.shape[-1] != HEAD_DIM:
         return f"takes values of {HEAD_DIM} a head, and v has {v.shape[-1]}"
     gates = (torch.bfloat16, torch.float32)

@@ -28,7 +28,6 @@ from dwslm.ops.scaled_product import scaled_matmul
 PEAKS = ("x", "up", "down", "a", "dy", "dh")
 """What the delayed recipe scales, in the order of its state (`new_peaks(len(PEAKS))`)."""
 
-
 SETTING = "model.mlp_precision"
 X, UP, DOWN, A, DY, DH = range(len(PEAKS))
 
