@@ -2,8 +2,8 @@
 
 The value that is rounded is one of three, in float32 and never rounded before: x itself; relu(x)^2 (`square`); or the gradient of
 relu(h)^2 for an output gradient x: x * 2 relu(h) where h is at hand, x * 2 sqrt(a) where its rounded square a is. On a GPU each
-operator is a Triton kernel that reads its input once; elsewhere it is the formula below, to the same bits. To the compiler they
-are operators without insides.
+operator is a Triton kernel that reads its input once; elsewhere it is the formula below, to the same bits but for the root's. To
+the compiler they are operators without insides.
 """
 
 import torch

@@ -126,6 +126,9 @@ def _squared_relu_kernel(x, w, aux, out, rows, columns, inner, factor, UP: gl.co
     own1 = gl.allocate_shared_memory(gl.bfloat16, out.block_type.shape, out.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # Where UP, nobody uses these two, and their place is set aside for what the parts are handed as well. That must not hold more
+    # than arguments of the kernel, which are read where they are: what is computed here would be written over them, and all wait
+    # (see `fp8_fused`).
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
