@@ -51,6 +51,7 @@ def measure_build(asked: Measurement, keep: Keep, say: Say) -> None:
     keep(
         start=start,
         config=to_plain(config),
+        engines=built.engines,  # what "auto" stood for, which another version may tell otherwise
         sizes=sizes,
         matrix_parameters=matrices,
         work=describe(config, built.plan),

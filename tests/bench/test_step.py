@@ -38,6 +38,7 @@ def test_a_build_and_the_peer_on_a_cpu(tiny_data, tmp_path, monkeypatch, capsys)
     build, peer = plain["builds"]
     assert build["name"] == "plain" and build["status"] == "ok" and build["recorded"] is False
     assert build["config"]["model"]["depth_block"] == 0 and build["sizes"]["value tables"] == 0
+    assert build["config"]["model"]["head_engine"] == "auto" and build["engines"]["head"] == "torch"
     speeds = [run["tokens_per_second"] for run in build["runs"]]
     assert len(speeds) == 3 and build["tokens_per_second"]["median"] == sorted(speeds)[1]
     assert build["tokens_per_second"]["spread"] == pytest.approx(max(speeds) - min(speeds))
