@@ -363,6 +363,9 @@ def explain(error: BaseException, wanted: str = "experiment") -> str:
     fraction = re.search(r"Value '([^']+)' of type 'float' could not be converted to Integer", line)
     if fraction and float(fraction[1]).is_integer():  # 1e6
         line += f": write {int(float(fraction[1])):_}"
+    below = re.match(r"Error merging override \+*([\w.]+)\.(\w+)=(.*)", lines[0]) if lines else None
+    if below and below[1] in own and "'dict'" in line:  # a setting below one that is a value
+        return f"unknown setting {below[1]}.{below[2]}: did you mean {below[1]}={below[3]}?"
     full_key = next((part.split(":", 1)[1].strip() for part in lines if part.startswith("full_key")), "")
     return f"{full_key}: {line}" if full_key and full_key not in line else line
 

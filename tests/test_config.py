@@ -88,6 +88,8 @@ def test_the_proxy_sits_where_the_law_begins():
         ("model.layers=6", "model.layers=6 is not a multiple of the pattern's length 4"),
         ("model.layers=many", "'many' of type 'str' could not be converted to Integer"),
         ("train.tokens=1e6", "could not be converted to Integer: write 1_000_000"),
+        ("name.path=x", "unknown setting name.path: did you mean name=x?"),
+        ("model.width.least=64", "unknown setting model.width.least: did you mean model.width=64?"),
         ("main", "main is not name=value: did you mean experiment=main?"),
         ("443b1a", "443b1a is not name=value: did you mean experiment=443b1a?"),
         ("experiment=mian", "Could not find 'experiment/mian'"),
