@@ -11,6 +11,9 @@ from dwslm.bench.work import Work
 from dwslm.ops.segments import Segments
 from dwslm.train.compiling import prepare_compiler
 
+FP8 = "float8_e4m3fn"
+"""`Engine.dtype` of engines whose products are in it."""
+
 Outputs = tuple[Tensor, ...]
 Run = Callable[[Sequence[Tensor], Segments], Outputs]
 """An engine's function: inputs in the case's order, boundaries; outputs in the case's order."""

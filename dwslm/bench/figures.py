@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from dwslm.bench.case import Cost
+from dwslm.bench.case import FP8, Cost
 from dwslm.bench.timing import Stat
 
-RATES = {"float8_e4m3fn": "fp8_tflops", "float32": "float32_tflops"}
+RATES = {FP8: "fp8_tflops", "float32": "float32_tflops"}
 """Dtype of the products to the ceiling that bounds them; bf16 for the rest."""
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dwslm.bench import engines_head as others
-from dwslm.bench.case import Case, Cost, Engine, Run, Shape, compiled
+from dwslm.bench.case import FP8, Case, Cost, Engine, Run, Shape, compiled
 from dwslm.bench.keep_first import KeepFirst
 from dwslm.bench.work import Work
 from dwslm.ops.fp8 import new_peaks
@@ -18,7 +18,6 @@ from dwslm.ops.segments import Segments
 Targets = Callable[[int], Tensor]
 """Tokens to the targets of a real batch of that size, int64, on the CPU."""
 MOST_AGREEMENT = 0.8
-FP8 = "float8_e4m3fn"
 FP8_BOUNDS = {"loss": 0.01, "dhidden": 0.10, "dweight": 0.10}
 
 

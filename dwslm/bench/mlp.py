@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dwslm.bench import engines_mlp as others
-from dwslm.bench.case import Case, Cost, Engine, Run, Shape, compiled
+from dwslm.bench.case import FP8, Case, Cost, Engine, Run, Shape, compiled
 from dwslm.bench.keep_first import KeepFirst
 from dwslm.bench.work import Work
 from dwslm.ops import mlp
@@ -16,7 +16,6 @@ from dwslm.ops.mlp import PEAKS, fit, squared_relu_mlp
 from dwslm.ops.mlp.reference import squared_relu_mlp_reference
 from dwslm.ops.segments import Segments
 
-FP8 = "float8_e4m3fn"
 FP8_BOUNDS = {"o": 0.08, "dx": 0.10, "dup": 0.10, "ddown": 0.10}
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dwslm.bench.case import Case, Cost, Engine, Run, Shape
+from dwslm.bench.case import FP8, Case, Cost, Engine, Run, Shape
 from dwslm.bench.keep_first import KeepFirst
 from dwslm.bench.work import Work
 from dwslm.ops.fp8 import PEAKS, delayed_linear, new_peaks
@@ -14,7 +14,6 @@ from dwslm.ops.fp8.product import filled
 from dwslm.ops.fp8.reference import linear_reference
 from dwslm.ops.segments import Segments
 
-FP8 = "float8_e4m3fn"
 FP8_BOUNDS = {"o": 0.05, "dx": 0.05, "dweight": 0.05}
 
 

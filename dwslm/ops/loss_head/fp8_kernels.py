@@ -81,7 +81,7 @@ def _round_four_rows_e5m2(a, b, c, d):
 
 @triton.jit
 def _nats_gradient_kernel(
-    logits, targets, factors, q, q_t, rows, columns, vocab, words, cap, ignore,
+    logits, targets, factors, q, q_t, rows, columns, vocab, words, cap,
     EVEN_ROWS: tl.constexpr, EVEN_COLUMNS: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """q [rows, columns] and q_t as int32 [columns, words], the chunk's part of it; see `fp8_both` for both tiles and masks."""
@@ -130,7 +130,7 @@ def gradient(
     words = d8_t.view(torch.int32)
     grid = triton.cdiv(columns, COLUMNS), triton.cdiv(rows, ROWS)
     _nats_gradient_kernel[grid](
-        logits, targets, factors, d8.view(torch.int8), words, rows, columns, vocab, words.stride(0), softcap, ignore,
+        logits, targets, factors, d8.view(torch.int8), words, rows, columns, vocab, words.stride(0), softcap,
         EVEN_ROWS=rows % ROWS == 0, EVEN_COLUMNS=columns % COLUMNS == 0, WHOLE=vocab == columns, R=ROWS, C=COLUMNS,
         num_warps=ROUND_WARPS,
     )  # fmt: skip
