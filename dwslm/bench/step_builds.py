@@ -6,6 +6,7 @@ from typing import Any
 
 PLAIN = ("model.depth_block=0", "model.value_embeddings=none")
 FP8 = ("model.mlp_precision=fp8_delayed", "model.projection_precision=fp8_delayed")
+HEAD = "model.head_precision=fp8_delayed"
 
 
 def rows_of(context: int, segments: int) -> tuple[str, ...]:
@@ -23,7 +24,8 @@ BUILDS: dict[str, tuple[str, ...]] = {
     "fp8": (*PLAIN, "model.mlp_precision=fp8"),
     "fp8_delayed": (*PLAIN, "model.mlp_precision=fp8_delayed"),
     "fp8_all": (*PLAIN, *FP8),
-    "fp8_head": (*PLAIN, *FP8, "model.head_precision=fp8_delayed"),
+    "fp8_head": (*PLAIN, *FP8, HEAD),
+    "main_fp8": (*FP8, HEAD),
     "window": (*PLAIN, "model.local=window"),
     "no_depth": ("model.depth_block=0",),
     "no_values": ("model.value_embeddings=none",),
@@ -36,7 +38,18 @@ BUILDS: dict[str, tuple[str, ...]] = {
 }
 """Name to overrides on top of the configuration. "plain" has value embeddings and attention residuals off."""
 GROUPS: dict[str, tuple[str, ...]] = {
-    "table": ("main", "plain", "fp8", "fp8_delayed", "fp8_all", "fp8_head", "window", "no_depth", "no_values"),
+    "table": (
+        "main",
+        "plain",
+        "fp8",
+        "fp8_delayed",
+        "fp8_all",
+        "fp8_head",
+        "main_fp8",
+        "window",
+        "no_depth",
+        "no_values",
+    ),
     "growth": ("main", "layers_8", "layers_40", "context_1k", "context_16k", "context_32k"),
 }
 """Names that stand for several builds. "main" is the point of 20 layers and context 4,096 of the growth."""
@@ -50,6 +63,7 @@ MEANING = {
     "fp8_delayed": "plain, FP8 MLP with delayed scales per tensor",
     "fp8_all": "plain, FP8 MLP and projections with delayed scales per tensor",
     "fp8_head": "fp8_all, and the loss head in FP8",
+    "main_fp8": "everything on; MLP, projections and loss head in FP8 with delayed scales per tensor",
     "window": "plain, window arm in place of KDA",
     "no_depth": "attention residuals off",
     "no_values": "value embeddings off",

@@ -114,7 +114,7 @@ class ModelSettings:
     """Kernels of KDA's decay gate and gated output norm: "fused" (Triton), "torch", or "auto", which is "fused" on a GPU."""
     mlp_engine: str = "auto"
     """"fused" has the squared ReLU inside the products (a Hopper GPU), and for `mlp_precision` fp8_delayed its rounding; "torch"
-    has them apart; or "auto": "fused" where that fits, for fp8_delayed "torch". fp8 has one engine."""
+    has them apart; or "auto": "fused" where that fits. fp8 has one engine."""
     norm_engine: str = "auto"
     """Kernel of the residual stream's addition and norm, where there are no attention residuals: "fused" (Triton), "torch", or
     "auto", which is "fused" on a GPU."""

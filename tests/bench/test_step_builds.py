@@ -27,7 +27,7 @@ GROWTH = {
 def test_a_group_stands_for_its_builds_and_none_comes_twice():
     assert [name for name, _ in named(["growth"], None)] == list(GROWTH)
     assert [name for name, _ in named(["table"], None)] == [
-        "main", "plain", "fp8", "fp8_delayed", "fp8_all", "fp8_head", "window", "no_depth", "no_values",
+        "main", "plain", "fp8", "fp8_delayed", "fp8_all", "fp8_head", "main_fp8", "window", "no_depth", "no_values",
     ]  # fmt: skip
     both = [name for name, _ in named(["plain", "growth", "table"], None)]
     assert both[:3] == ["plain", "main", "layers_8"] and sorted(both) == sorted(BUILDS)

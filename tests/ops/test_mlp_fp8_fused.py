@@ -42,8 +42,15 @@ def test_what_does_not_fit_is_named(monkeypatch):
     assert "3.60.0 is installed" in (fp8_fit.misfit(HOPPER, 4096, 1024, 4096) or "")
 
 
-def test_it_is_had_by_name_alone_and_refused_where_it_does_not_fit():
-    assert fp8_fit.resolve("auto", HOPPER, 4096, 1024, 4096) == fp8_fit.resolve("torch", HOPPER, 1, 1, 1) == "torch"
+def test_auto_takes_them_where_they_fit_and_by_name_they_are_refused_elsewhere(monkeypatch):
+    with monkeypatch.context() as here:
+        here.setattr(fp8_fit, "misfit", lambda device, *sizes: None if sizes[0] == 4096 else "takes other sizes")
+        assert (
+            fp8_fit.resolve("auto", HOPPER, 4096, 1024, 4096) == fp8_fit.resolve("fused", HOPPER, 4096, 1, 1) == "fused"
+        )
+        assert fp8_fit.resolve("auto", HOPPER, 4000, 1024, 4096) == "torch"
+        assert fp8_fit.resolve("torch", HOPPER, 4096, 1024, 4096) == "torch"
+    assert fp8_fit.resolve("auto", torch.device("cpu"), 4096, 1024, 4096) == "torch"
     x, up, down = torch.randn(128, 256), torch.randn(256, 256) / 16, torch.randn(256, 256) / 16
     with pytest.raises(ValueError, match="MLP engine 'fused' needs a GPU and Triton .* choose auto or torch"):
         squared_relu_mlp(x, up, down, "fp8_delayed", new_peaks(len(PEAKS)), engine="fused")
@@ -65,7 +72,7 @@ def test_the_layer_takes_them_and_compiles(monkeypatch, factor):
     def layer(*t: torch.Tensor, engine: str = "fused") -> torch.Tensor:
         return squared_relu_mlp(*t[:3], "fp8_delayed", t[3], factor, engine)
 
-    want = output_and_gradients(lambda *t: layer(*t, engine="auto"), [x, up, down, peaks], x)
+    want = output_and_gradients(lambda *t: layer(*t, engine="torch"), [x, up, down, peaks], x)
     traced = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=look))
     for f in (layer, traced):
         got = output_and_gradients(f, [x, up, down, peaks], x)

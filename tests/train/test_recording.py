@@ -82,9 +82,9 @@ def deterministic():
                 {"mlp_precision": "fp8_delayed"}, {"projection_precision": "fp8_delayed"},
                 {"local": "gdn", "mlp_precision": "fp8_delayed", "projection_precision": "fp8_delayed"},
                 {"depth_block": 0, "mlp_precision": "fp8_delayed", "projection_precision": "fp8_delayed"},
-                {"mlp_precision": "fp8_delayed", "mlp_engine": "fused"}, {"head_precision": "fp8_delayed"},
+                {"mlp_precision": "fp8_delayed", "mlp_engine": "torch"}, {"head_precision": "fp8_delayed"},
                 {"local": "window", "attention_engine": "flash4"}],
-    ids=["kda", "gdn", "window", "fp8", "fp8_delayed", "projections", "gdn-all", "plain-all", "fused-fp8", "head", "flash4"],
+    ids=["kda", "gdn", "window", "fp8", "fp8_delayed", "projections", "gdn-all", "plain-all", "fp8-apart", "head", "flash4"],
 )  # fmt: skip
 def test_replays_give_the_bits_of_launches(deterministic, changes, compile):
     if changes.get("attention_engine") == "flash4" and (reason := flash4.unavailable()):

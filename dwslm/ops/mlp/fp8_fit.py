@@ -26,15 +26,12 @@ def misfit(device: torch.device, tokens: int, width: int, hidden: int) -> str | 
 
 
 def resolve(engine: str, device: torch.device, tokens: int, width: int, hidden: int) -> str:
-    """Name of the engine that `engine` stands for: `auto` is "torch", products and roundings apart. "fused" hung on an H200
-    before its barriers got a place of their own, and has not trained a whole run since (docs/lab-notes.md).
+    """Name of the engine that `engine` stands for: `auto` is "fused" where it fits, else "torch", products and roundings apart.
 
     Raises:
         ValueError: where "fused" cannot be had.
     """
-    if engine == "auto":
-        return "torch"
-    return choice.resolve("MLP", engine, misfit(device, tokens, width, hidden) if engine == "fused" else None)
+    return choice.resolve("MLP", engine, misfit(device, tokens, width, hidden))
 
 
 def programs(x: Tensor, w: Tensor) -> int:

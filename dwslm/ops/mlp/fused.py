@@ -34,7 +34,7 @@ STAGES = 3  # steps along the inner side that are under way: as many as shared m
 
 @gluon.jit
 def _load_part(
-    x, w, aux, xs, ws, own0, own1, full, empty, ready, free, rows, columns, inner, UP: gl.constexpr, STAGES: gl.constexpr
+    x, w, aux, xs, ws, own0, own1, bars, rows, columns, inner, UP: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """The warp that copies: halves of x's tile and w's tile into stages, and a's tile where results will be staged."""
     R: gl.constexpr = 2 * x.block_type.shape[0]
@@ -47,23 +47,23 @@ def _load_part(
         row, column = tile // across * R, tile % across * C
         for k in range(0, inner, K):
             stage, phase = step % STAGES, step // STAGES & 1
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            mbarrier.expect(full.index(stage), 2 * x.block_type.nbytes + w.block_type.nbytes)
-            tma.async_copy_global_to_shared(x, [row, k], full.index(stage), xs.index(2 * stage))
-            tma.async_copy_global_to_shared(x, [row + R // 2, k], full.index(stage), xs.index(2 * stage + 1))
+            mbarrier.wait(bars.index(STAGES + stage), phase ^ 1)
+            mbarrier.expect(bars.index(stage), 2 * x.block_type.nbytes + w.block_type.nbytes)
+            tma.async_copy_global_to_shared(x, [row, k], bars.index(stage), xs.index(2 * stage))
+            tma.async_copy_global_to_shared(x, [row + R // 2, k], bars.index(stage), xs.index(2 * stage + 1))
             if UP:
-                tma.async_copy_global_to_shared(w, [column, k], full.index(stage), ws.index(stage))
+                tma.async_copy_global_to_shared(w, [column, k], bars.index(stage), ws.index(stage))
             else:
-                tma.async_copy_global_to_shared(w, [k, column], full.index(stage), ws.index(stage))
+                tma.async_copy_global_to_shared(w, [k, column], bars.index(stage), ws.index(stage))
                 if (
                     k == 4 * K
                 ):  # not before: the last tile's results must have left, and its products must not wait for that
-                    mbarrier.wait(free.index(0), turn & 1 ^ 1)
-                    mbarrier.expect(ready.index(0), aux.block_type.nbytes)
-                    tma.async_copy_global_to_shared(aux, [row, column], ready.index(0), own0)
-                    mbarrier.wait(free.index(1), turn & 1 ^ 1)
-                    mbarrier.expect(ready.index(1), aux.block_type.nbytes)
-                    tma.async_copy_global_to_shared(aux, [row + R // 2, column], ready.index(1), own1)
+                    mbarrier.wait(bars.index(2 * STAGES + 2), turn & 1 ^ 1)
+                    mbarrier.expect(bars.index(2 * STAGES), aux.block_type.nbytes)
+                    tma.async_copy_global_to_shared(aux, [row, column], bars.index(2 * STAGES), own0)
+                    mbarrier.wait(bars.index(2 * STAGES + 3), turn & 1 ^ 1)
+                    mbarrier.expect(bars.index(2 * STAGES + 1), aux.block_type.nbytes)
+                    tma.async_copy_global_to_shared(aux, [row + R // 2, column], bars.index(2 * STAGES + 1), own1)
             step += 1
 
 
@@ -78,7 +78,7 @@ def _leave(total, own, out, row, column):
 
 @gluon.jit
 def _half_part(
-    out, xs, ws, own, full, empty, ready, free, rows, columns, inner, factor,
+    out, xs, ws, own, bars, rows, columns, inner, factor,
     HALF: gl.constexpr, UP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: the upper or lower 64 rows of every tile. The other may be stages behind, so that its products run during
@@ -95,25 +95,25 @@ def _half_part(
         total = gl.zeros([R // 2, C], gl.float32, LAYOUT)
         for k in range(0, inner, K):
             stage = step % STAGES
-            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            mbarrier.wait(bars.index(stage), step // STAGES & 1)
             b = ws.index(stage)
             if UP:
                 b = b.permute((1, 0))
             total = warpgroup_mma(xs.index(2 * stage + HALF), b, total, is_async=True)
             total = warpgroup_mma_wait(1, deps=(total,))
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+            mbarrier.arrive(bars.index(STAGES + (step + STAGES - 1) % STAGES), pred=k > 0)
             step += 1
         total = warpgroup_mma_wait(0, deps=(total,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        mbarrier.arrive(bars.index(STAGES + (step + STAGES - 1) % STAGES))
         if UP:
             r = gl.where(total < 0, 0.0, total)  # which keeps what is not a number
             _leave(r * r, own, out, row, column)
         else:
-            mbarrier.wait(ready.index(HALF), turn & 1)
+            mbarrier.wait(bars.index(2 * STAGES + HALF), turn & 1)
             a = own.load(LAYOUT).to(gl.float32)
             _leave(total * (factor * gl.sqrt(a)), own, out, row, column)
             tma.store_wait(0)
-            mbarrier.arrive(free.index(HALF))
+            mbarrier.arrive(bars.index(2 * STAGES + 2 + HALF))
     tma.store_wait(0)
 
 
@@ -124,24 +124,19 @@ def _squared_relu_kernel(x, w, aux, out, rows, columns, inner, factor, UP: gl.co
     ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + w.block_type.shape, w.layout)
     own0 = gl.allocate_shared_memory(gl.bfloat16, out.block_type.shape, out.layout)
     own1 = gl.allocate_shared_memory(gl.bfloat16, out.block_type.shape, out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # Where UP, nobody uses these two, and their place is set aside for what the parts are handed as well. That must not hold more
-    # than arguments of the kernel, which are read where they are: what is computed here would be written over them, and all wait
-    # (see `fp8_fused`).
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    # Full and empty for each stage, then ready and free for each half. One tensor: see `fp8_fused`.
+    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 4, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars.index(STAGES + i), count=2)
     for i in gl.static_range(2):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+        mbarrier.init(bars.index(2 * STAGES + i), count=1)
+        mbarrier.init(bars.index(2 * STAGES + 2 + i), count=1)
     gl.warp_specialize(
         [
-            (_half_part, (out, xs, ws, own0, full, empty, ready, free, rows, columns, inner, factor, 0, UP, STAGES)),
-            (_half_part, (out, xs, ws, own1, full, empty, ready, free, rows, columns, inner, factor, 1, UP, STAGES)),
-            (_load_part, (x, w, aux, xs, ws, own0, own1, full, empty, ready, free, rows, columns, inner, UP, STAGES)),
+            (_half_part, (out, xs, ws, own0, bars, rows, columns, inner, factor, 0, UP, STAGES)),
+            (_half_part, (out, xs, ws, own1, bars, rows, columns, inner, factor, 1, UP, STAGES)),
+            (_load_part, (x, w, aux, xs, ws, own0, own1, bars, rows, columns, inner, UP, STAGES)),
         ],
         [4, 1],
         [240, 24],
