@@ -4,11 +4,26 @@ A replay costs the host next to nothing and leaves no gaps between kernels. It d
 recording, so whatever differs from step to step lies in buffers that stay where they are.
 """
 
+import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's garbage is collected now and not in here. It may hold the graphs of an earlier step, of another context, and to
+    free those invalidates a recording."""
+    was = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class Recorder:
@@ -47,7 +62,10 @@ class Recorder:
             graph = torch.cuda.CUDAGraph()
             # Other threads pin batches and write checkpoints meanwhile, which a stricter mode would take for errors.
             pool: Any = self._pool.id  # a pair of numbers, which torch's annotations know under another name
-            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            with (
+                no_collection(),
+                torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 function()
             self._graphs[key] = graph
         graph.replay()
