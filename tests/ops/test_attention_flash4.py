@@ -205,7 +205,7 @@ def generation(package, monkeypatch):
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
 def test_it_is_taken_by_name_where_it_fits_and_never_by_auto(generation, capability):
     generation(*capability)
-    assert resolve("flash4", GPU, torch.bfloat16, 128) == resolve("flash4", GPU, torch.float16, 72) == "flash4"
+    assert resolve("flash4", GPU, torch.bfloat16, 128) == resolve("flash4", GPU, torch.bfloat16, 64) == "flash4"
     assert resolve("auto", GPU, torch.bfloat16, 128) != "flash4"
 
 
@@ -219,13 +219,19 @@ def test_it_is_taken_by_name_where_it_fits_and_never_by_auto(generation, capabil
             r"needs a GPU of the Hopper generation or newer .* this one has 8\.9: choose auto",
         ),
         ((9, 0), torch.float32, 128, "computes in bfloat16 or float16, not in float32: choose auto or torch"),
-        ((9, 0), torch.bfloat16, 20, "takes heads of a multiple of 8 up to 256 here, and head_dim is 20: choose auto"),
         (
-            (10, 0),
+            (9, 0),
             torch.bfloat16,
-            136,
-            "takes heads of a multiple of 8 up to 128 here, and head_dim is 136: choose auto",
+            16,
+            "was held to float32 .* heads of 64 and 128 alone, .* are bfloat16 of 16: choose auto",
         ),
+        (
+            (9, 0),
+            torch.float16,
+            128,
+            "was held to float32 in bfloat16 .*, and these are float16 of 128: choose auto or flash",
+        ),
+        ((10, 0), torch.bfloat16, 256, "was held to float32 .*, and these are bfloat16 of 256: choose auto"),
     ],
 )
 def test_what_does_not_fit_says_why(generation, capability, dtype, head_dim, message):

@@ -27,7 +27,11 @@ GRADIENTS = {"deterministic", "dq", "dk", "dv"}
 package returns has changed from release to release."""
 
 
-def misfit(device: torch.device, head_dim: int) -> str | None:
+HEADS = (64, 128)
+"""Sizes whose gradients were held to float32 on a Hopper GPU, in bfloat16. Those of 16 in float16 were wrong (4.0.0b36)."""
+
+
+def misfit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why the engine cannot take such heads on an NVIDIA GPU, and the way out; None where it can."""
     capability = torch.cuda.get_device_capability(device)
     if capability < (9, 0):
@@ -35,9 +39,11 @@ def misfit(device: torch.device, head_dim: int) -> str | None:
             "needs a GPU of the Hopper generation or newer (compute capability 9.0), and this one has "
             f"{capability[0]}.{capability[1]}: choose auto or flash"
         )
-    largest = 256 if capability[0] == 9 else 128
-    if head_dim % 8 or head_dim > largest:
-        return f"takes heads of a multiple of 8 up to {largest} here, and head_dim is {head_dim}: choose auto or flash"
+    if dtype != torch.bfloat16 or head_dim not in HEADS:
+        return (
+            "was held to float32 in bfloat16 with heads of 64 and 128 alone, and these are "
+            f"{str(dtype).removeprefix('torch.')} of {head_dim}: choose auto or flash"
+        )
     if capability[0] == 12 and torch.are_deterministic_algorithms_enabled():
         return "has no deterministic backward pass for this GPU: set train.deterministic=false, or choose auto or flash"
     return unavailable()
@@ -70,7 +76,7 @@ def _library() -> tuple[Any, Any]:
 def attention_flash4(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, scale: float, window: int | None = None
 ) -> Tensor:
-    """See `attention`. bfloat16 or float16."""
+    """See `attention`. bfloat16, heads of 64 or 128."""
     seen = 0 if window is None or window >= segments.context else window
     return _forward(q, k, v, segments.cu_seqlens, segments.context, scale, seen)[0]
 

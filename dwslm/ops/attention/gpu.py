@@ -53,7 +53,7 @@ def misfit(engine: str, device: torch.device, dtype: torch.dtype, head_dim: int)
     if engine == "cudnn":
         return cudnn.misfit(device, head_dim)
     if engine == "flash4":
-        return flash4.misfit(device, head_dim)
+        return flash4.misfit(device, dtype, head_dim)
     if head_dim % 8 or head_dim > 256:
         return f"needs heads of a multiple of 8 up to 256, and head_dim is {head_dim}: choose auto or torch"
     if engine == "flash":
