@@ -8,11 +8,16 @@
 # Each of the first five first makes .venv, or brings it up to date with pyproject.toml.
 #
 #   PYTHON=...         interpreter for .venv: Python 3.11 or 3.12; found by itself
-#   TORCH_VERSION=...  release of torch for a new .venv
+#   TORCH_VERSION=...  release of torch for a new .venv; with a GPU 2.11.0, else 2.13.0
 #   TORCH_INDEX=...    package index to take torch from (PyTorch's install page names one for each build)
 
 SHELL := /bin/bash
-TORCH_VERSION ?= 2.13.0
+# With a GPU the release whose Triton the fastest kernels are bound to (docs/engines.md); else a newer one.
+ON_GPU := 2.11.0
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU' | head -n 1)
+TORCH := $(or $(TORCH_VERSION),$(if $(HAS_GPU),$(ON_GPU),2.13.0))
+comma := ,
+WITH := $(if $(HAS_GPU),gpu$(comma))test
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -64,25 +69,25 @@ $(VENV)/bin/python:
 $(VENV)/.torch: | $(VENV)/bin/python
 	@quiet=$$([ -t 1 ] || echo -qq); \
 	if [ -n "$(TORCH_INDEX)" ]; then \
-	  echo "setup: torch $(TORCH_VERSION) from $(TORCH_INDEX)"; \
-	elif nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then \
-	  echo "setup: torch $(TORCH_VERSION), CUDA build (several GB): nvidia-smi lists a GPU"; \
+	  echo "setup: torch $(TORCH) from $(TORCH_INDEX)"; \
+	elif [ -n "$(HAS_GPU)" ]; then \
+	  echo "setup: torch $(TORCH), CUDA build (several GB): nvidia-smi lists a GPU"; \
 	elif [ "$$(uname -s)" = Darwin ]; then \
-	  echo "setup: torch $(TORCH_VERSION)"; \
+	  echo "setup: torch $(TORCH)"; \
 	else \
-	  echo "setup: torch $(TORCH_VERSION), CPU build (200 MB): nvidia-smi lists no GPU"; \
-	  if $(FETCH_TORCH) $$quiet "torch==$(TORCH_VERSION)+cpu" 2>$(VENV)/torch.log; then touch $@; exit 0; fi; \
+	  echo "setup: torch $(TORCH), CPU build (200 MB): nvidia-smi lists no GPU"; \
+	  if $(FETCH_TORCH) $$quiet "torch==$(TORCH)+cpu" 2>$(VENV)/torch.log; then touch $@; exit 0; fi; \
 	  grep -qE 'No matching distribution|ResolutionImpossible' $(VENV)/torch.log || \
 	    { cat $(VENV)/torch.log >&2; exit 1; }; \
-	  echo "setup: pip finds no CPU build of torch $(TORCH_VERSION). Taking the default build: it runs on a CPU"; \
+	  echo "setup: pip finds no CPU build of torch $(TORCH). Taking the default build: it runs on a CPU"; \
 	  echo "       too, but downloads several GB. For the small one, stop this and give PyTorch's CPU index:"; \
 	  echo "       make $(MAKECMDGOALS) TORCH_INDEX=URL"; \
 	fi; \
-	$(FETCH_TORCH) $$quiet "torch==$(TORCH_VERSION)" && touch $@
+	$(FETCH_TORCH) $$quiet "torch==$(TORCH)" && touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 	@echo "setup: dwslm and what it needs"
-	@$(PIP) install $$([ -t 1 ] || echo -qq) --editable '.[test]'
+	@$(PIP) install $$([ -t 1 ] || echo -qq) --editable '.[$(WITH)]'
 	@touch $@
 
 
@@ -97,6 +102,7 @@ PY ?= 3.12
 PLATFORM ?= $(foreach minor,28 27 26 25 24 17 12 5,manylinux_2_$(minor)_x86_64) \
             manylinux2014_x86_64 manylinux2010_x86_64 manylinux1_x86_64 linux_x86_64
 EXTRAS ?= gpu,test
+NODE_TORCH := $(or $(TORCH_VERSION),$(ON_GPU))
 ON_NODE := in an environment of Python $(PY)$(if $(INCLUDE_TORCH),, that has torch)
 HOUSE := wheelhouse
 FOR_NODE := --only-binary=:all: --implementation cp --python-version $(PY) $(PLATFORM:%=--platform %)
@@ -109,14 +115,14 @@ wheelhouse: | $(VENV)/bin/python
 	quiet=$$([ -t 1 ] || echo -qq); \
 	work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; mkdir -p $(HOUSE) "$$work/torch"; \
 	if [ "$(INCLUDE_TORCH)" = 1 ]; then \
-	  echo "wheelhouse: torch $(TORCH_VERSION) and its libraries for Python $(PY)"; \
+	  echo "wheelhouse: torch $(NODE_TORCH) and its libraries for Python $(PY)"; \
 	  $(PIP) download $$quiet --dest $(HOUSE) $(FOR_NODE) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
-	    "torch$(if $(TORCH_INDEX),==,===)$(TORCH_VERSION)"; \
+	    "torch$(if $(TORCH_INDEX),==,===)$(NODE_TORCH)"; \
 	  ls $(HOUSE)/torch-*.whl | sed 's/.*torch-\([^-]*\)-.*/torch===\1/' > "$$work/constraints.txt"; \
 	else \
-	  printf '[project]\nname = "torch"\nversion = "%s+node"\n' $(TORCH_VERSION) > "$$work/torch/pyproject.toml"; \
+	  printf '[project]\nname = "torch"\nversion = "%s+node"\n' $(NODE_TORCH) > "$$work/torch/pyproject.toml"; \
 	  $(PIP) wheel -qq --no-deps --wheel-dir "$$work" "$$work/torch"; \
-	  echo "torch===$(TORCH_VERSION)+node" > "$$work/constraints.txt"; \
+	  echo "torch===$(NODE_TORCH)+node" > "$$work/constraints.txt"; \
 	fi; \
 	echo "wheelhouse: dwslm[$(EXTRAS)] for Python $(PY)"; \
 	$(PIP) wheel -qq --no-deps --wheel-dir "$$work" .; \

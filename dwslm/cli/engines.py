@@ -9,6 +9,7 @@ from dwslm.model.lm import DTYPES, ModelSettings
 from dwslm.ops import (
     add_norm,
     attention,
+    choice,
     delta_gate,
     delta_rule,
     depth_mix,
@@ -95,6 +96,26 @@ def engines(s: ModelSettings, device: torch.device, tokens: int) -> dict[str, st
     if reason := precision_misfit(s, device):
         raise ValueError(reason)
     return {part: engine(part, s, device, tokens) for part in PARTS}
+
+
+def slower(s: ModelSettings, device: torch.device, found: dict[str, str]) -> str | None:
+    """A line for a Hopper GPU whose fastest kernels `auto` leaves out for the Triton that is installed; None where it does not.
+
+    found: as `engines` gives them.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    left = [
+        f"{part} ({found[part]} is taken)"
+        for part in ("delta rule", "MLP")
+        if getattr(s, PARTS[part]) == "auto" and found[part] not in ("fused", "not used")
+    ]
+    if not left or choice.untried_triton("") is None:
+        return None
+    return (
+        f"the fastest kernels of {' and '.join(left)} are for Triton {', '.join(choice.TRIED)}, and {choice.TRITON} is "
+        f"installed: {choice.BRINGS_IT} brings the former"
+    )
 
 
 def had_here(s: ModelSettings, device: torch.device) -> tuple[ModelSettings, list[str]]:

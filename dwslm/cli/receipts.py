@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from dwslm.cli.build import Built
+from dwslm.cli.engines import slower
 from dwslm.cli.find import commit, installed
 from dwslm.cli.plan_data import describe_plan, show_plan
 from dwslm.config import RunConfig, config_hash, to_plain
@@ -44,6 +45,7 @@ def describe(config: RunConfig, built: Built, console: Console) -> None:
                 + (", deterministic" if config.train.deterministic else "")
                 + (", compiled" if config.train.compile else ""),
                 "engines": ", ".join(f"{part} {name}" for part, name in built.engines.items() if name != "not used"),
+                **({"left out": left} if (left := slower(s, device, built.engines)) else {}),
                 "residual factor": f"{s.residual_factor:g}",
                 "data": f"{config.data.path}, {len(built.train):,} documents, held out {len(built.valid):,}",
             },

@@ -16,6 +16,8 @@ except importlib.metadata.PackageNotFoundError:
     TRITON = "none"
 TRIED = ("3.6",)
 """Triton versions that the kernels which are bound to a version have been run with."""
+BRINGS_IT = "torch 2.11"
+"""What comes with the newest of them."""
 
 
 def check_name(what: str, engine: str, engines: Iterable[str] = ENGINES) -> None:

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dwslm.cli.engines import PARTS, engines, had_here
+from dwslm.cli.engines import PARTS, engines, had_here, slower
 from dwslm.config import RunConfig, from_plain, resume_config, to_plain
 from dwslm.model.lm import ModelSettings
+from dwslm.ops import choice
 from tests.model.small import ARMS, SMALL
 
 CPU = torch.device("cpu")
@@ -102,3 +103,25 @@ def test_a_resume_may_turn_recording_off():
 def test_the_settings_named_here_are_all_there_are():
     named = {name for name in vars(ModelSettings()) if name.endswith("_engine")}
     assert named == set(PARTS.values())
+
+
+def test_a_hopper_gpu_without_its_fastest_kernels_is_told_so(monkeypatch):
+    """Only there, only for what `auto` chose, and only where Triton is why."""
+    capability = [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
+    monkeypatch.setattr(choice, "TRITON", "3.7.1")
+    gpu = torch.device("cuda")
+    found = {"delta rule": "cudnn", "MLP": "torch"}
+    told = slower(ModelSettings(), gpu, found) or ""
+    assert told.startswith(
+        "the fastest kernels of delta rule (cudnn is taken) and MLP (torch is taken) are for Triton 3.6"
+    )
+    assert "and 3.7.1 is installed: torch 2.11 brings" in told
+    assert "MLP" not in (slower(replace(ModelSettings(), mlp_engine="torch"), gpu, found) or "")
+    assert slower(ModelSettings(), gpu, {"delta rule": "not used", "MLP": "fused"}) is None
+    assert slower(ModelSettings(), CPU, found) is None
+    monkeypatch.setattr(choice, "TRITON", "3.6.0")
+    assert slower(ModelSettings(), gpu, found) is None  # left out for another reason
+    monkeypatch.setattr(choice, "TRITON", "3.7.1")
+    capability[0] = 10
+    assert slower(ModelSettings(), gpu, found) is None

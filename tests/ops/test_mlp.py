@@ -17,10 +17,10 @@ def draw() -> tuple[list[torch.Tensor], torch.Tensor]:
     return [torch.randn(128, 64), torch.randn(256, 64) / 8, torch.randn(64, 256) / 16], torch.randn(128, 64)
 
 
-def layer(precision: str, device: str = "cpu", factor: float = 1.0):
+def layer(precision: str, device: str = "cpu", factor: float = 1.0, engine: str = "auto"):
     """The layer as a function of x, up and down; delayed scales are those of the tensors at hand."""
     peaks = new_peaks(len(PEAKS), torch.device(device))
-    return lambda *x: squared_relu_mlp(*x, precision=precision, peaks=peaks, factor=factor)
+    return lambda *x: squared_relu_mlp(*x, precision=precision, peaks=peaks, factor=factor, engine=engine)
 
 
 def reference(factor: float):
@@ -197,6 +197,7 @@ def test_a_layer_that_saw_no_backward_pass_is_named():
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_on_a_gpu_within_its_bounds_called_and_compiled(precision, factor):
+    """Products apart; those with the squared ReLU inside have files of their own."""
     torch.manual_seed(0)
     sizes = [(4096, 512), (2048, 512), (512, 2048), (4096, 512)]
     *inputs, weight = (
@@ -204,7 +205,7 @@ def test_on_a_gpu_within_its_bounds_called_and_compiled(precision, factor):
     )
     want = output_and_gradients(reference(factor), inputs, weight)
     half = [x.bfloat16() for x in inputs]
-    own = [layer(precision, "cuda", factor) for _ in range(2)]
+    own = [layer(precision, "cuda", factor, "torch") for _ in range(2)]
     for f in (own[0], torch.compile(own[1], fullgraph=True, dynamic=False)):
         got = output_and_gradients(f, half, weight.bfloat16())
         out, *gradients = (relative_error(g, w) for g, w in zip(got, want, strict=True))

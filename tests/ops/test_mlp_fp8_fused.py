@@ -258,7 +258,9 @@ def test_the_layer_meets_the_reference_and_itself_compiled(tokens, width, hidden
     )
     errors = [relative_error(a, b) for a, b in zip(got[:4], want, strict=True)]
     assert 0.01 < errors[0] < 0.08 and max(errors[1:]) < 0.10
-    apart = output_and_gradients(lambda *t: squared_relu_mlp(*t[:3], "fp8_delayed", t[3], factor), inputs, weight)
+    apart = output_and_gradients(
+        lambda *t: squared_relu_mlp(*t[:3], "fp8_delayed", t[3], factor, "torch"), inputs, weight
+    )
     assert max(relative_error(a, b) for a, b in zip(got, apart, strict=True)) < 0.05
     compiled = torch.compile(layer, fullgraph=True, dynamic=False)
     again = output_and_gradients(compiled, inputs, weight)
