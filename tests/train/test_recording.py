@@ -1,5 +1,7 @@
 """A step replayed as CUDA graphs against the same step launched: every bit, whatever changes from step to step."""
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from dwslm.ops.attention import flash4
 from dwslm.optim.optimizer import Optimizer
 from dwslm.optim.settings import OptimSettings
 from dwslm.train.guard import Guard, GuardSettings
+from dwslm.train.recording import no_collection
 from dwslm.train.step import SLOTS, TrainStep, slots_needed
 from tests.model.small import VOCAB, small_model
 
@@ -130,6 +133,56 @@ def test_launched_and_recorded_passes_share_one_pool():
     plain.run(batch(0), 0.01)
     assert peaks[-1] - peaks[0] < torch.cuda.memory_reserved() - before + 2**25
     assert peaks[-1] == peaks[6]
+
+
+class Cycle:
+    """Garbage that only a collection finds."""
+
+    def __init__(self, of=None):
+        self.me, self.of = self, of
+
+
+@pytest.mark.gpu
+def test_an_earlier_step_is_not_freed_within_a_recording():
+    """As where the context grows: graphs that only the collector frees, which else would run at every allocation."""
+    was = gc.get_threshold()
+    try:
+        for _ in range(3):
+            step = make_step(True)
+            gc.set_threshold(1)
+            for number in range(6):
+                step.run(batch(number), 0.01)
+            gc.set_threshold(*was)
+            Cycle(step)
+            del step
+    finally:
+        gc.set_threshold(*was)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_before_a_recording_and_not_in_it(enabled):
+    class Seen(Cycle):
+        def __del__(self):
+            freed.append(self.of)
+
+    freed: list[str] = []
+    was, on = gc.get_threshold(), gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        Seen("before")
+        with pytest.raises(RuntimeError, match="of the recording"), no_collection():
+            assert freed == ["before"]
+            gc.set_threshold(1)
+            Seen("within")
+            made = [[] for _ in range(2000)]  # each of which a collector that is on would take as its cue
+            assert len(made) == 2000 and freed == ["before"] and not gc.isenabled()
+            raise RuntimeError("of the recording")
+        assert gc.isenabled() == enabled
+        gc.collect()
+        assert freed == ["before", "within"]
+    finally:
+        gc.set_threshold(*was)
+        (gc.enable if on else gc.disable)()
 
 
 def test_slots_are_counted_and_rounded_up():
