@@ -1,13 +1,12 @@
 """Newton-Schulz iterations: nearly the orthogonal polar factor of a matrix, by matrix products alone."""
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
+from dwslm.ops import choice
+
 ENGINES = ("symmetric", "plain")
 BLOCK = 128  # side of the blocks that "symmetric" computes and mirrors
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # looked up once: a compiler cannot trace the look-up
 
 Step = tuple[float, float, float]
 
@@ -36,14 +35,13 @@ SMALLEST_NORM = 1e-18
 
 def check_name(engine: str) -> None:
     """Raises ValueError for a name that is neither an engine nor `auto`."""
-    if engine != "auto" and engine not in ENGINES:
-        raise ValueError(f"unknown Newton-Schulz engine {engine!r}: choose one of auto, {', '.join(ENGINES)}")
+    choice.check_name("Newton-Schulz", engine, ENGINES)
 
 
 def misfit(device: torch.device, dtype: torch.dtype, m: int, n: int) -> str | None:
     """Why "symmetric" cannot take m x n matrices with products in `dtype`, and the way out; None where it can."""
-    if not (device.type == "cuda" and HAS_TRITON):
-        return f"needs a GPU and Triton (it comes with torch there), not {device}: choose auto or plain"
+    if reason := choice.misfit(device):
+        return f"{reason}: choose auto or plain"
     if torch.cuda.get_device_capability(device) < (9, 0):  # its tiles want Hopper's shared memory and matrix units
         return "needs a GPU of compute capability 9.0 or later: choose auto or plain"
     if dtype != torch.bfloat16:

@@ -307,16 +307,6 @@ class Optimizer:
         """One row per logical block: name, shape, role, rule, lr_factor, lr (peak rate), weight_decay."""
         return routing_table(self.blocks, self.lr)
 
-    @torch.no_grad()
-    def radius_error(self) -> Tensor:
-        """Largest | ||W|| / R - 1 | of this rank's matrices on a sphere: float32, 0-D, on the device; 0 if none."""
-        errors = [
-            (frobenius(group.stack).flatten() / group.state["radius"] - 1).abs().amax()
-            for group in self.groups
-            if group.stack is not None and "radius" in group.state
-        ]
-        return torch.stack(errors).amax() if errors else torch.zeros((), device=self.device)
-
     def _gradients(self) -> list[Tensor]:
         """Each group's slice of this rank's share of the gradient."""
         return [self._own[group.start : group.start + group.size] for group in self.groups]

@@ -139,7 +139,7 @@ def test_engines(monkeypatch: pytest.MonkeyPatch) -> None:
         newton_schulz(torch.randn(256, 256), dtype=BF16, engine="symmetric")
     with pytest.raises(ValueError, match="'fast': choose one of auto, symmetric, plain"):
         newton_schulz(torch.randn(4, 4), engine="fast")
-    monkeypatch.setattr(module, "HAS_TRITON", True)
+    monkeypatch.setattr(module.choice, "HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert resolve("auto", GPU, BF16, 1024, 1024) == "plain"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

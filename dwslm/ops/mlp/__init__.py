@@ -73,7 +73,7 @@ def squared_relu_mlp(
         return fp8_delayed_mlp(x, up, down, peaks, factor, engine)
     assert isinstance(x, Tensor), "other precisions round for themselves"
     if precision == "fp8":
-        return fp8_mlp(x, up, down, peaks, factor)
+        return fp8_mlp(x, up, down, factor)
     if resolve(engine, x.device, x.dtype, x.shape[0], x.shape[1], up.shape[0]) == "fused":
         from dwslm.ops.mlp.fused import fused_mlp  # Triton is there on GPU machines only
 

@@ -141,8 +141,8 @@ def check(x: Tensor, up: Tensor) -> None:
         raise ValueError(reason)
 
 
-def fp8_mlp(x: Tensor, up: Tensor, down: Tensor, peaks: Tensor | None, factor: float) -> Tensor:
-    """`squared_relu_mlp` with one scale per row; `peaks` is not used."""
+def fp8_mlp(x: Tensor, up: Tensor, down: Tensor, factor: float) -> Tensor:
+    """`squared_relu_mlp` with one scale per row."""
     check(x, up)
     y: Tensor = Rows.apply(filled(x.contiguous()), up, down, factor)
     return first_rows(y, len(x))
