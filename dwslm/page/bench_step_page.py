@@ -82,7 +82,7 @@ def speed(steps: Steps) -> Section | None:
         launched = by_words.get((name.removesuffix(RECORDED) + LAUNCHED, words))
         if name.endswith(RECORDED) and launched is not None:
             verdicts.append(_recorded(build, launched))
-        for peer in peers if build not in peers else []:
+        for peer in [one for one in peers if build not in peers and _size(build) == _size(one)]:
             ours, theirs = (one.number("tokens_per_second", "median") or 0.0 for one in (build, peer))
             times = digits(ours / theirs)
             verdicts.append(f"{build.name} trains {times} times as many tokens a second as the {peer.name}.")
@@ -103,6 +103,11 @@ def speed(steps: Steps) -> Section | None:
         "x tokens/s over the dense bf16 peak."
     )
     return Section("speed", "Speed", (Table("Sustained speed", columns, tuple(rows), tuple(verdicts), note),))
+
+
+def _size(build: Build) -> tuple[float | None, ...]:
+    """Layers and context: speeds of models of other sizes say nothing of each other."""
+    return build.number("work", "layers"), build.number("work", "context")
 
 
 def _words(build: Build) -> tuple[str, ...]:

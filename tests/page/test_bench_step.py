@@ -200,6 +200,16 @@ def test_recorded_is_compared_with_launched_of_the_same_overrides(tmp_path):
     assert "main (train.micro_batch_tokens=131072): recorded trains 20 % more tokens a second." in text
 
 
+def test_the_peer_is_compared_with_builds_of_its_size_alone(tmp_path):
+    def work(layers, context):
+        return {"micro_batch_tokens": 65536, "layers": layers, "context": context}
+
+    sizes = {"plain": (20, 4096), "layers_8": (8, 4096), "context_1k": (20, 1024)}
+    builds = [row(name, work=work(*size)) for name, size in sizes.items()]
+    text = markdown_of(tmp_path, [*builds, row("peer", 100_000.0, work=work(20, 4096))])
+    assert text.count("times as many tokens a second as the peer") == 1 and "plain trains 2.00 times" in text
+
+
 def test_the_page_says_what_was_measured(tmp_path):
     builds = [
         row("plain"),
