@@ -23,7 +23,7 @@ from dwslm.runs.writer import RunWriter
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SCRIPT = "train.py"
 DEADLINES = {
-    "start_minutes": ("start", 60.0, "until the first row of metrics"),
+    "start_minutes": ("start", 60.0, "until the first row of metrics, and after a change of context"),
     "step_seconds": ("step", 1.0, "between two rows, at least; ten times the usual where that is longer"),
     "save_minutes": ("save", 60.0, "for a save, at least; three times the last where that is longer"),
     "evaluation_minutes": ("evaluation", 60.0, "for a scoring, at least; three times the last where that is longer"),
