@@ -53,11 +53,14 @@ def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
 def score_rank(config: ScoreConfig, overrides: Sequence[str], ranks: Ranks) -> None:
     """`score_checkpoint` of one process among those that score together."""
     console = rank_console(ranks)
-    if config.text is not None and (config.bands or config.baselines or config.spelling):
-        raise ValueError("text= scores one file: leave out bands, baselines and spelling")
+    asked = config.spelling_tests != SpellingSettings()
+    if config.text is not None and (
+        config.bands or config.yarn_factor is not None or config.baselines or config.spelling or asked
+    ):
+        raise ValueError("text= scores one file: leave out bands, yarn_factor, baselines, spelling and spelling_tests")
     if config.yarn_factor is not None and not config.bands:
         raise ValueError(f"yarn_factor={config.yarn_factor} is of the bands: give bands=true too")
-    if config.spelling_tests != SpellingSettings() and not config.spelling:
+    if asked and not config.spelling:
         raise ValueError("spelling_tests says which questions to ask: give spelling=true too")
     if not config.checkpoint:
         raise ValueError("eval.py needs checkpoint=RUN (or RUN@STEP, RUN@best, or a checkpoint's folder)")
