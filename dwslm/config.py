@@ -69,17 +69,8 @@ RESUMABLE = (
 
 # What a branch may change: which text comes next, what the new run is called, where the same text lies, and how its steps
 # fit the machine.
-BRANCHABLE = (
-    "name",
-    "runs_dir",
-    "data.mixture.",
-    "data.path",
-    "data.allow_held_out_copies",
-    "train.device",
-    "train.micro_batch_tokens",
-    "train.record",
-    "ranks.",
-)
+BRANCHABLE = ("name", "runs_dir", "data.mixture.", "data.path", "data.allow_held_out_copies", "train.device",
+              "train.micro_batch_tokens", "train.record", "ranks.")  # fmt: skip
 
 
 @dataclass
