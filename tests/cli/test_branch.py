@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dwslm.cli.find import REPOSITORY
 from dwslm.cli.launch import launch
 from dwslm.config import RunConfig
 from dwslm.data.mixture import Anneal, MixtureSettings, Phase
@@ -115,6 +116,10 @@ def test_what_a_branch_may_not_change_is_refused_with_both_values(parent, tmp_pa
         ValueError, match=r"data\.packing\.context \(64 there, 128 here\); optim\.lr \(0\.02 there, 0\.01"
     ):
         launch(config, ["optim.lr=0.01", "data.packing.context=128"])
+    with pytest.raises(ValueError) as refused:
+        launch(config, ["optim.lr=0.01"])
+    document = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+    assert str(refused.value).partition(" (0.02")[0] in " ".join(document.split())
     with pytest.raises(ValueError, match=r"train\.tokens \(6144 there"):
         launch(branched(parent, tmp_path, "75%"), ["train.tokens=23000000000"])
     with pytest.raises(ValueError, match="init_from="):

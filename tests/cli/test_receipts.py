@@ -10,6 +10,7 @@ import torch
 from dwslm.cli import build as build_command
 from dwslm.cli.build import build
 from dwslm.cli.engines import engines
+from dwslm.cli.find import REPOSITORY
 from dwslm.cli.launch import launch
 from dwslm.cli.receipts import make_receipt, other_engines
 from dwslm.config import RunConfig, to_plain
@@ -49,6 +50,21 @@ def test_the_run_keeps_what_was_asked_and_what_came_of_it(run):
     found, _ = checkpoints.newest_good(run.checkpoints)
     assert found is not None
     assert found.state["micro_batch_tokens"] == 256 and found.state["config"]["train"]["micro_batch_tokens"] == "auto"
+
+
+def test_the_document_names_all_that_run_json_and_events_hold(run):
+    resumed(run, 5)
+    told = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    of_run = told.partition("`run.json`: ")[2].partition("\n\n")[0]
+    assert [name for name in run.record if f"`{name}`" not in of_run] == []
+    of_all = told.partition("Every row has ")[2].partition(".")[0]
+    of_events = told.partition("\n| events |")[2].partition("\n")[0]
+    rows = events(run)
+    assert {"start", "resume", "checkpoint", "score", "done"} <= {row["event"] for row in rows}
+    for row in rows:
+        own = of_events.partition(f"`{row['event']}`")[2].partition("); `")[0]
+        given = [name for name in row if name not in ("event", "writer") and f"`{name}`" not in of_all]
+        assert [name for name in given if f"`{name}`" not in own] == [], row["event"]
 
 
 def test_a_resume_says_where_it_is_another(run):
