@@ -67,8 +67,10 @@ RESUMABLE = (
     "track.",
 )
 
-# What a branch may change: which text comes next, what the new run is called, and how its steps fit the machine.
-BRANCHABLE = ("name", "runs_dir", "data.mixture.", "train.micro_batch_tokens", "train.record", "ranks.")
+# What a branch may change: which text comes next, what the new run is called, where the same text lies, and how its steps
+# fit the machine.
+BRANCHABLE = ("name", "runs_dir", "data.mixture.", "data.path", "data.allow_held_out_copies", "train.device",
+              "train.micro_batch_tokens", "train.record", "ranks.")  # fmt: skip
 
 
 @dataclass
@@ -106,7 +108,8 @@ class RunConfig:
     """Checkpoint whose weights alone start a new run: RUN (its newest), RUN@best, RUN@STEP, or a checkpoint's folder."""
     branch: str | None = None
     """Checkpoint of a run to go on from in a new run with another mixture: RUN@75% (pinned there), RUN@STEP. Optimizer,
-    position and schedule go on; only `data.mixture`, `name`, `runs_dir` and what fits the steps to the machine may differ."""
+    position and schedule go on; only `data.mixture`, `name`, `runs_dir`, the place of the same text, and what fits the steps to
+    the machine may differ."""
     dry_run: bool = False
     """Build everything, print sizes, routing, rates and memory, run one step, and leave nothing behind."""
     data: DataSettings = field(default_factory=DataSettings)

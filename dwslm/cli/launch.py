@@ -16,7 +16,7 @@ from dwslm.cli.find import find_checkpoint
 from dwslm.cli.plan_data import describe_plan, show_warnings
 from dwslm.cli.prepare import prepare_sample
 from dwslm.cli.ranks import holding, meet, rank_console, writing
-from dwslm.cli.receipts import check_memory, describe, make_receipt, record
+from dwslm.cli.receipts import check_memory, describe, made_with, make_receipt, record
 from dwslm.config import SAMPLE_DATA, RunConfig, resume_config, to_plain
 from dwslm.runs.folder import RunFolder, create_run, open_run
 from dwslm.runs.writer import RunWriter
@@ -144,7 +144,8 @@ def resume(given: dict[str, Any], overrides: Sequence[str], ranks: Ranks, consol
         with writing(config, run, ranks, console) as writer:
             for folder, reason in rejected:
                 writer.event("checkpoint_rejected", path=folder.name, reason=reason)
-            writer.event("resume", step=position.step, tokens=position.tokens, changed=changed, receipt=receipt)
+            at = {"step": position.step, "tokens": position.tokens}
+            writer.event("resume", **at, changed=changed, receipt=receipt, **made_with(built))
             # A longer plan must outlive a kill before the next save.
             begun_with = config.init_from is not None or config.branch is not None
             save_first = ("train.tokens" in changed and not unsaved) or (begun_with and unsaved)

@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> None:
     console = make_console()
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     if arguments.sample:
-        more = {name: given[name] for name in ("out", "vocab_size") if name in given}
+        more = {name: given[name] for name in ("out", "vocab_size", "overwrite") if name in given}
         prepare_sample(console, **more)
         return
     if not arguments.out:
@@ -138,7 +138,9 @@ def run_merge(arguments: argparse.Namespace) -> None:
     print_summary(summary, console)
 
 
-def prepare_sample(console: Console, out: str = SAMPLE_DATA, vocab_size: int | None = None) -> None:
+def prepare_sample(
+    console: Console, out: str = SAMPLE_DATA, vocab_size: int | None = None, overwrite: bool = False
+) -> None:
     """Prepares the text that ships with the code.
 
     Raises:
@@ -153,6 +155,7 @@ def prepare_sample(console: Console, out: str = SAMPLE_DATA, vocab_size: int | N
         train=[str(files[0])],
         valid=[str(files[1])],
         vocab_size=vocab_size,
+        overwrite=overwrite,
         fields=FieldSettings(licence_field="license"),
     )
     prepare_with_progress(settings, console)

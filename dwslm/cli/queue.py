@@ -23,7 +23,7 @@ from dwslm.cli.errors import make_console
 from dwslm.cli.find import REPOSITORY
 from dwslm.cli.queue_add import new_id, runs_of, score_of
 from dwslm.cli.queue_job import Place, saved_of
-from dwslm.cli.run import VISIBLE, visible
+from dwslm.cli.run import VISIBLE, add_deadlines, given_deadlines, visible
 from dwslm.cli.runs_tables import said
 from dwslm.machine.boot import boot_id
 from dwslm.machine.health import list_gpus
@@ -67,6 +67,7 @@ def add_parser(commands: Any) -> None:
     work = action("work", "run jobs, one after the other, on GPUs that are free", work_on)
     work.add_argument("--gpus", type=int, metavar="N", help="use so many GPUs at most; default: all that are visible")
     work.add_argument("--until-empty", action="store_true", help="leave when nothing is left that could still be run")
+    add_deadlines(work)
     for name, help in MANY.items():
         many = action(name, help, change)
         many.add_argument("jobs", nargs="*", metavar="JOB", help="id, its end, or name")
@@ -79,6 +80,7 @@ def add_parser(commands: Any) -> None:
             many.add_argument("--decision", metavar="K", help="number of the decision that dropped them")
     slurm = action("slurm", "submit workers as Slurm jobs, through submitit", submit_workers)
     queue_slurm.add_arguments(slurm)
+    add_deadlines(slurm)
     search = action("search", "let Optuna propose settings, run them, and tell it the bits per byte", run_search)
     queue_search.add_arguments(search)
     show = action("show", "all about a job, or the arms of a test side by side", show_one)
@@ -185,11 +187,12 @@ def work_on(arguments: argparse.Namespace) -> None:
     gpus = visible(list_gpus(), os.environ.get(VISIBLE))
     if arguments.gpus is not None and arguments.gpus > len(gpus):
         raise ValueError(f"--gpus {arguments.gpus}: {len(gpus)} are visible here")
+    deadlines = given_deadlines(arguments)
     host = socket.gethostname()
     name = f"{re.sub(r'[^A-Za-z0-9._-]', '_', host)}-{os.getpid()}-{secrets.token_hex(3)}"
     (where / "workers").mkdir(parents=True, exist_ok=True)
     with Lease(name, what="a worker of the queue", folder=where / "workers") as lock:
-        place = Place(where, lock, host, gpus, dict(os.environ), say)
+        place = Place(where, lock, host, gpus, dict(os.environ), say, deadlines=deadlines)
 
         def stop(number: int, frame: FrameType | None) -> None:
             place.asked_to_stop = True

@@ -74,6 +74,8 @@ class Place:
     environment: Mapping[str, str]
     say: Callable[[str], None]
     lease_folder: Path | None = None
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    """How long a training may be silent."""
     asked_to_stop: bool = False
     """A signal came that ends the worker, not only its job."""
 
@@ -168,7 +170,7 @@ class Place:
                     ),
                     # Only training says how far it is.
                     SupervisorSettings(
-                        Deadlines() if spec.program == "train.py" else Deadlines(start=math.inf), retries=0
+                        self.deadlines if spec.program == "train.py" else Deadlines(start=math.inf), retries=0
                     ),
                     gpus=watched,
                     leases=[*leases.held, self.lock],

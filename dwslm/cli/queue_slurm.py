@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dwslm.cli.find import REPOSITORY
+from dwslm.cli.run import DEADLINES, given_deadlines, option
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +58,9 @@ def submit(arguments: argparse.Namespace, folder: Path) -> list[Any]:
     """Submits the workers. Returns submitit's jobs.
 
     Raises:
-        ValueError: where submitit is not installed, or an option has no value.
+        ValueError: where submitit is not installed, an option has no value, or a deadline is none.
     """
+    given_deadlines(arguments)
     options = dict(option.partition("=")[::2] for option in arguments.option)
     if any(not value for value in options.values()):
         raise ValueError(f"--option {next(name for name, value in options.items() if not value)}: give NAME=VALUE")
@@ -76,7 +78,8 @@ def submit(arguments: argparse.Namespace, folder: Path) -> list[Any]:
     )
     code = "import sys; from dwslm.cli import main; sys.argv[0] = 'dwslm'; main()"
     start = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); {code}"]
-    command = [*start, "queue", "work", "--queue", str(folder), "--until-empty"]
+    deadlines = [word for flag in DEADLINES for word in (option(flag), str(getattr(arguments, flag)))]
+    command = [*start, "queue", "work", "--queue", str(folder), "--until-empty", *deadlines]
     return [executor.submit(WorkerJob(command)) for _ in range(arguments.workers)]
 
 

@@ -16,6 +16,7 @@ from dwslm.cli.find import commit, installed
 from dwslm.cli.plan_data import describe_plan, show_plan
 from dwslm.config import RunConfig, config_hash, to_plain
 from dwslm.optim.schedule import learning_rate
+from dwslm.runs import reader
 from dwslm.runs.folder import RunFolder
 from dwslm.train.checkpoint import Checkpoint
 from dwslm.train.device import device_name
@@ -104,6 +105,11 @@ def make_receipt(
             f"{torch.get_num_threads()} now, {threads} at the start: sums are grouped otherwise, so the last digits of all "
             f"that follows can differ; train.threads or OMP_NUM_THREADS={threads} avoids it"
         )
+    if other := other_engines(run, built):
+        receipt["engines"] = (
+            f"{other}: sums are grouped otherwise, so the last digits of all that follows can differ; see versions in run.json "
+            "and the resume events"
+        )
     if found and found.world != plan.world:
         receipt["ranks"] = (
             f"{found.world} before, {plan.world} now, {plan.grad_accum} micro-batches on each: the same data, the optimizer's "
@@ -131,6 +137,27 @@ def make_receipt(
     return receipt
 
 
+def other_engines(run: RunFolder, built: Built) -> str:
+    """Where another engine trains than at the start before this one, in words; "" where none does, or where a run from before
+    they were kept does not tell."""
+    kept = [run.record, *(event for event in reader.events(run) if event["event"] == "resume")]
+    before: dict[str, str] = next((row["engines"] for row in reversed(kept) if "engines" in row), {})
+    return "; ".join(
+        f"{part} {before[part]} before, {name} now"
+        for part, name in built.engines.items()
+        if before.get(part, name) != name
+    )
+
+
+def made_with(built: Built) -> dict[str, Any]:
+    """The code of one start and what it runs on: run.json tells it of the first, resume events of the others."""
+    return {
+        "commit": commit(),
+        "versions": {"python": platform.python_version()} | installed(PACKAGES),
+        "engines": built.engines,
+    }
+
+
 def record(config: RunConfig, built: Built) -> dict[str, Any]:
     """run.json: what the run is, written once."""
     device = built.optimizer.device
@@ -150,8 +177,7 @@ def record(config: RunConfig, built: Built) -> dict[str, Any]:
         "config": to_plain(config),
         "config_hash": config_hash(config),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "commit": commit(),
-        "versions": {"python": platform.python_version()} | installed(PACKAGES),
+        **made_with(built),
         "seed": config.train.seed,
         "planned_tokens": built.plan.tokens,
         "steps": built.plan.steps,

@@ -23,7 +23,7 @@ from dwslm.runs.writer import RunWriter
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SCRIPT = "train.py"
 DEADLINES = {
-    "start_minutes": ("start", 60.0, "until the first row of metrics"),
+    "start_minutes": ("start", 60.0, "until the first row of metrics, and after a change of context"),
     "step_seconds": ("step", 1.0, "between two rows, at least; ten times the usual where that is longer"),
     "save_minutes": ("save", 60.0, "for a save, at least; three times the last where that is longer"),
     "evaluation_minutes": ("evaluation", 60.0, "for a scoring, at least; three times the last where that is longer"),
@@ -46,21 +46,31 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--notify-command", metavar="COMMAND",
                         help="run on failure, stall and end, with the event as JSON on its standard input; "
                         f"{', '.join(f'{{{name}}}' for name in FIELDS)} may stand in it")  # fmt: skip
+    add_deadlines(parser)
+    parser.set_defaults(run=run)
+
+
+def add_deadlines(parser: argparse.ArgumentParser) -> None:
+    """Options for how long a run may be silent."""
     for flag, (name, unit, meaning) in DEADLINES.items():
         default = getattr(Deadlines, name) / unit
         parser.add_argument(
-            f"--{flag.replace('_', '-')}",
-            type=float,
-            default=default,
-            metavar="T",
-            help=f"{meaning}; default {default:g}",
+            option(flag), type=float, default=default, metavar="T", help=f"{meaning}; default {default:g}"
         )
-    parser.set_defaults(run=run)
+
+
+def option(flag: str) -> str:
+    return f"--{flag.replace('_', '-')}"
+
+
+def given_deadlines(arguments: argparse.Namespace) -> Deadlines:
+    """Raises ValueError for a deadline that is none."""
+    return Deadlines(**{name: getattr(arguments, flag) * unit for flag, (name, unit, _) in DEADLINES.items()})
 
 
 def run(arguments: argparse.Namespace) -> None:
     settings = SupervisorSettings(
-        deadlines=Deadlines(**{name: getattr(arguments, flag) * unit for flag, (name, unit, _) in DEADLINES.items()}),
+        deadlines=given_deadlines(arguments),
         retries=arguments.retries,
         notify=parse(arguments.notify_command) if arguments.notify_command is not None else [],
         clock_cap_mhz=arguments.clock_cap,

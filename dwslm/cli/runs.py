@@ -173,7 +173,7 @@ def diff_them(arguments: argparse.Namespace) -> None:
 def differences(a: RunFolder, b: RunFolder) -> list[tuple[str, Any, Any]]:
     """Settings, then other facts of run.json, in which two runs differ; "(none)" where one has no such thing."""
     found = []
-    for kind in ("config", "versions", "hardware", "dataset", "sizes"):
+    for kind in ("config", "versions", "engines", "hardware", "dataset", "sizes"):
         one, other = flatten(a.record.get(kind) or {}), flatten(b.record.get(kind) or {})
         prefix = "" if kind == "config" else f"{kind}: "
         found += [

@@ -1,6 +1,7 @@
 """Scoring a checkpoint: bits per byte by slice, by position, or of one's own text; and questions about spelling."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,14 @@ def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
 def score_rank(config: ScoreConfig, overrides: Sequence[str], ranks: Ranks) -> None:
     """`score_checkpoint` of one process among those that score together."""
     console = rank_console(ranks)
-    if config.text is not None and (config.bands or config.baselines or config.spelling):
-        raise ValueError("text= scores one file: leave out bands, baselines and spelling")
+    asked = config.spelling_tests != SpellingSettings()
+    if config.text is not None and (
+        config.bands or config.yarn_factor is not None or config.baselines or config.spelling or asked
+    ):
+        raise ValueError("text= scores one file: leave out bands, yarn_factor, baselines, spelling and spelling_tests")
     if config.yarn_factor is not None and not config.bands:
         raise ValueError(f"yarn_factor={config.yarn_factor} is of the bands: give bands=true too")
-    if config.spelling_tests != SpellingSettings() and not config.spelling:
+    if asked and not config.spelling:
         raise ValueError("spelling_tests says which questions to ask: give spelling=true too")
     if not config.checkpoint:
         raise ValueError("eval.py needs checkpoint=RUN (or RUN@STEP, RUN@best, or a checkpoint's folder)")
@@ -94,11 +98,12 @@ def score_rank(config: ScoreConfig, overrides: Sequence[str], ranks: Ranks) -> N
     spelling = None
     if config.spelling:  # first of all, since only here a question shows that does not fit the context
         items = spelling_items(config.spelling_tests)
-        at_tests = {"eod": valid.eod, "training_context": context, "progress": progress_bar(console)}
-        spelling = score_spelling(nats, items, tokenizer, settings, **at_tests)
-    with_bar = progress_bar(console)
+        at_tests = {"eod": valid.eod, "training_context": context}
+        with progress_bar(console) as show:
+            spelling = score_spelling(nats, items, tokenizer, settings, progress=show, **at_tests)
     share: dict[str, Any] = {"rank": ranks.rank, "world": ranks.world, "total": ranks.total}
-    scores = score(nats, valid, settings, training_context=context, progress=with_bar, **share)
+    with progress_bar(console) as show:
+        scores = score(nats, valid, settings, training_context=context, progress=show, **share)
     report = make_report(scores, samples=settings.bootstrap_samples, seed=settings.seed)
     console.print(tables(report))
     rows: list[dict[str, Any]] = report_rows(report)
@@ -178,15 +183,10 @@ def with_rope(model: LanguageModel, rope: RopeSettings) -> NatsFn:
     return nats
 
 
-def progress_bar(console: Console) -> Any:
-    """A progress callable for `score` that draws nothing where the output is no terminal."""
-    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-    task = bar.add_task("scoring")
-
-    def show(done: int, total: int) -> None:
-        bar.start()
-        bar.update(task, completed=done, total=total)
-        if done == total:
-            bar.stop()
-
-    return show
+@contextmanager
+def progress_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A progress callable for `score` that draws nothing where the output is no terminal. The terminal is given back at the
+    end, whatever the last count was: of several ranks each sees its own batches alone."""
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("scoring", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dwslm.data.order import hash64
+
 WORDS = 13
 _MAX_NGRAMS = 1 << 26  # 512 MiB of hashes
 _CODE_POINTS = 0x32000  # no letters beyond
@@ -22,22 +24,14 @@ _UNSPACED = [
 ]  # fmt: skip
 
 
-def mix(values: np.ndarray) -> np.ndarray:
-    """Scramble 64-bit values one to one: the finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
-    values = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
 @cache
 def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What each character is (0 nothing, 1 part of a word, 2 a word), its value, and factors of places in a word."""
     kinds = np.array([unicodedata.category(chr(c))[0] in "LMN" for c in range(_CODE_POINTS)], np.uint8)
     for first, last in _UNSPACED:
         kinds[first : last + 1] *= 2
-    places = mix(np.arange(1 << 48, (1 << 48) + 64, dtype=np.uint64)) | np.uint64(1)
-    return kinds, mix(np.arange(_CODE_POINTS, dtype=np.uint64)), places
+    places = hash64(np.arange(1 << 48, (1 << 48) + 64, dtype=np.uint64)) | np.uint64(1)
+    return kinds, hash64(np.arange(_CODE_POINTS, dtype=np.uint64)), places
 
 
 def _words(text: str) -> np.ndarray:
@@ -54,7 +48,7 @@ def _words(text: str) -> np.ndarray:
     lengths = np.diff(starts, append=int(used.sum()))
     places = np.arange(int(used.sum())) - np.repeat(starts, lengths)
     letters = values[characters[used]] * factors[np.minimum(places, len(factors) - 1)]
-    return mix(np.add.reduceat(letters, starts))
+    return hash64(np.add.reduceat(letters, starts))
 
 
 def ngrams(text: str) -> np.ndarray:
@@ -69,7 +63,7 @@ def ngrams(text: str) -> np.ndarray:
     total = np.zeros(count, np.uint64)
     for place in range(WORDS):
         total += words[place : place + count] * factors[place]
-    return mix(total)
+    return hash64(total)
 
 
 class HeldOutRuns:

@@ -68,16 +68,6 @@ def read_chunks_of_lines(path: Path) -> Iterator[Lines]:
         raise ValueError(f"{path}:{number + 1}: the compressed file is damaged or cut short ({failure})")
 
 
-def read_lines(path: Path) -> Iterator[bytes]:
-    """Lines of a plain, .gz or .zst file, without their line ends.
-
-    Raises:
-        ValueError: as for `read_chunks_of_lines`.
-    """
-    for chunk in read_chunks_of_lines(path):
-        yield from split_lines(chunk.raw)
-
-
 def split_lines(raw: bytes) -> list[bytes]:
     """Lines without their ends; b"" has none, and a last line needs no end."""
     lines = raw.split(b"\n")

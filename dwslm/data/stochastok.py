@@ -34,7 +34,7 @@ class StochasTokSettings:
         if self.enabled and self.proportion is not None and not 0 < self.proportion < float("inf"):
             raise ValueError(
                 f"data.stochastok.proportion={self.proportion}: must be above 0 and finite; for text as the tokenizer gives it, "
-                "leave out data.stochastok.enabled"
+                "leave out both it and data.stochastok.enabled"
             )
         if not self.enabled and self.proportion:
             raise ValueError(
@@ -99,7 +99,8 @@ def split_table(tokenizer: Tokenizer) -> SplitTable:
         if len(entry) > 1 and starts[token] == starts[token + 1]:
             raise ValueError(
                 f"entry {entry!r} (id {token}) of the tokenizer is not two other entries joined, so text can't be "
-                "split down to bytes: use a BPE tokenizer, or set the stochastok proportion to 0"
+                "split down to bytes: use a BPE tokenizer, or leave out data.stochastok.enabled, and "
+                "data.stochastok.proportion with it"
             )
     return SplitTable(starts, np.array(first, np.int32), np.array(second, np.int32), lengths)
 

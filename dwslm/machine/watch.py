@@ -11,6 +11,8 @@ from typing import Any
 
 ENDS = ("start", "resume", "paused", "preempted", "failed", "stopped", "done")
 """Events that say where a run stands."""
+LENGTHENS = ("resume", "rung", "checkpoint", "score", "rollback")
+"""Events of an interval between two rows that holds more than steps."""
 
 
 @dataclass
@@ -18,7 +20,8 @@ class Deadlines:
     """How long a run may be silent, in seconds, by what it is doing. What is over is a hang."""
 
     start: float = 900.0
-    """From the start of the process to its first row of metrics: data, compilation, first steps."""
+    """From the start of the process to its first row of metrics: data, compilation, first steps. Also from a change of the
+    context, for which all compiles again, to the next row; and between two rows while no usual interval is known."""
     step: float = 60.0
     """Between two rows of metrics, at least; `step_factor` times the usual interval where that is longer."""
     step_factor: float = 10.0
@@ -79,6 +82,8 @@ class Progress:
         self.rows = 0
         self._alive = now  # when it last gave a sign of life
         self._after = "start"  # what may take its time since then
+        self._row_by = "start"  # the deadline of the next row where nothing else goes on: start or step
+        self._row_at: float | None = None  # of the last row, while nothing but steps came after it
         self._intervals: deque[float] = deque(maxlen=50)
         self._seconds: dict[str, float] = {}  # of the last save and scoring
         self._saving: dict[str, float] = {}  # temporary folder -> when it was first seen
@@ -99,12 +104,15 @@ class Progress:
         for path in sorted(self._folder.glob("events-trainer-*.jsonl")) + sorted(self._folder.glob("metrics-*.jsonl")):
             if path.name not in self._known | following:
                 self._tails.append(Tail(path))
-        for tail in self._tails:
-            for row in tail:
-                if tail.path.name.startswith("events"):
-                    self._event(row, now)
-                else:
-                    self._row(row, now)
+        # A row and what began right after it are often seen at once, and the last of them says what goes on now. Events
+        # are read first: what they show, the rows from before them are there for.
+        tails = sorted(self._tails, key=lambda tail: tail.path.name)
+        new = [(_number(row.get("mono")), tail.path.name, row) for tail in tails for row in tail]
+        for _, name, row in sorted(new, key=lambda found: found[0]):
+            if name.startswith("events"):
+                self._event(row, now)
+            else:
+                self._row(row, now)
         there = set()
         checkpoints = self._folder / "checkpoints"
         if checkpoints.is_dir():
@@ -114,20 +122,25 @@ class Progress:
     def _event(self, row: dict[str, Any], now: float) -> None:
         kind = row.get("event")
         self._alive = now
+        if kind in LENGTHENS:
+            self._row_at = None
         if kind in ENDS:
             self.last = row
+        elif kind == "rung":
+            self._after = self._row_by = "start"
         elif kind == "checkpoint":
             self.saved = row.get("step")
             self._seconds["save"] = _number(row.get("seconds"))
             self._after = "evaluation"  # which may follow a save, without a word before its end
         elif kind == "score":
             self._seconds["evaluation"] = _number(row.get("seconds"))
-            self._after = "step" if self.step is not None else "start"
+            self._after = self._row_by
 
     def _row(self, row: dict[str, Any], now: float) -> None:
-        if self._after == "step":
-            self._intervals.append(now - self._alive)
-        self._alive, self._after = now, "step"
+        if self._row_at is not None:
+            self._intervals.append(now - self._row_at)
+        self._alive = self._row_at = now
+        self._after = self._row_by = "step"
         self.rows += 1
         if isinstance(step := row.get("step"), int):
             self.step = step
@@ -140,7 +153,7 @@ class Progress:
         if what == "start":
             return d.start
         if what == "step":
-            return max(d.step, d.step_factor * median(self._intervals) if self._intervals else 0.0)
+            return max(d.step, d.step_factor * median(self._intervals) if self._intervals else d.start)
         return max(d.save if what == "save" else d.evaluation, d.save_factor * self._seconds.get(what, 0.0))
 
     def overdue(self, now: float) -> str | None:
@@ -155,7 +168,7 @@ class Progress:
             if self._saving:  # held up by a save, which has its own deadline
                 limit = max(limit, self.allowed("save"))
             if what == "evaluation":
-                limit = max(limit, self.allowed("step"))
+                limit = max(limit, self.allowed(self._row_by))
         silent = now - self._alive
         if silent <= limit:
             return None

@@ -8,7 +8,7 @@ import numpy as np
 from dwslm.page.amounts import amount, duration, moment, shown, visible
 from dwslm.page.document import Cell, Table
 from dwslm.page.run_data import RunData, Saved, number
-from dwslm.page.words import digits, percent
+from dwslm.page.words import digits
 from dwslm.runs.reader import Row
 from dwslm.runs.summary import RunSummary
 
@@ -216,8 +216,3 @@ def interval(row: Row) -> tuple[float, float] | None:
     ends = row.get("interval")
     known = [end for end in map(number, ends) if end is not None] if isinstance(ends, list) else []
     return (known[0], known[1]) if len(known) == 2 else None
-
-
-def change_in_words(first: float, second: float) -> str:
-    """How the second of two losses compares with the first."""
-    return f"{second - first:+.4f} ({percent(abs(second / first - 1))})" if first else ""

@@ -4,7 +4,7 @@
         step-00000400/                               written once, never changed
             model.safetensors                        float32 master weights by parameter name
             optimizer-00000-of-00001.safetensors     one file a rank
-            state.json                               cursors, schedule, RNG, guard window
+            state.json                               cursors, schedule, guard window, configuration
             manifest.json                            size and sha256 of each file, shapes of the model
         step-00000400.pin-best                       a reason to keep it, an empty file each
 

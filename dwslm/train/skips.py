@@ -75,10 +75,14 @@ class Skips:
                 documents=at.docs.tolist(),
             )
             self.console.print(f"step {at.step:,}: left out, {verdict.reason}", highlight=False)
-            while self.recent[0].step <= at.step - self.guard.settings.stretch:
-                self.recent.popleft()
+            self._forget(at.step)
         self._unheard.clear()
         return verdicts[-1]
+
+    def _forget(self, step: int) -> None:
+        """Drops what was left out longer ago than `guard.stretch` steps before this one."""
+        while self.recent and self.recent[0].step <= step - self.guard.settings.stretch:
+            self.recent.popleft()
 
     @property
     def too_many(self) -> bool:
@@ -101,3 +105,4 @@ class Skips:
             self.guard.load(state["guard"])
             self.recent = deque(Skip(*skip) for skip in state["guard"]["recent"])
             self.rollbacks = state["guard"]["rollbacks"]
+            self._forget(state["step"])  # it was kept to other settings, which may have let more be left out

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dwslm.cli.find import REPOSITORY
 from dwslm.cli.launch import launch
 from dwslm.config import RunConfig
 from dwslm.data.mixture import Anneal, MixtureSettings, Phase
@@ -77,6 +78,26 @@ def test_another_mixture_is_served_from_there_on_and_the_origin_is_kept(parent, 
     assert all(torch.equal(a, b) for a, b in zip(before.values(), weights(run).values(), strict=True))
 
 
+def test_a_branch_finds_the_same_text_elsewhere_and_no_other(parent, tiny_data, tmp_path):
+    """What its errors tell a user to do is taken: data.path, train.device, data.allow_held_out_copies."""
+    data, runs = tmp_path / "moved", tmp_path / "runs"
+    shutil.copytree(tiny_data, data)
+    config = branched(parent, runs, "75%")
+    config.data.path, config.data.allow_held_out_copies, config.train.device = str(data), True, "auto"
+    overrides = [f"data.path={data}", "data.allow_held_out_copies=true", "train.device=auto"]
+    launch(config, [f"runs_dir={runs}", *overrides])
+    run = open_run("latest", runs)
+    assert run.record["dataset"]["path"].startswith(str(data)) and set(run.record["branch"]["changed"]) == {
+        *(word.partition("=")[0] for word in overrides),
+        "runs_dir",
+    }
+    assert all(torch.equal(a, b) for a, b in zip(weights(run).values(), weights(parent).values(), strict=True))
+    for old, new in (("train", "was"), ("valid", "train"), ("was", "valid")):
+        (data / old).rename(data / new)
+    with pytest.raises(ValueError, match="point data.path at the run's own dataset"):
+        launch(config, [f"runs_dir={runs}", *overrides])
+
+
 def test_a_branch_killed_before_its_first_save_begins_again(parent, tmp_path):
     config = branched(parent, tmp_path, "75%")
     overrides = [f"branch={parent.path}@75%", f"runs_dir={tmp_path}"]
@@ -95,6 +116,10 @@ def test_what_a_branch_may_not_change_is_refused_with_both_values(parent, tmp_pa
         ValueError, match=r"data\.packing\.context \(64 there, 128 here\); optim\.lr \(0\.02 there, 0\.01"
     ):
         launch(config, ["optim.lr=0.01", "data.packing.context=128"])
+    with pytest.raises(ValueError) as refused:
+        launch(config, ["optim.lr=0.01"])
+    document = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+    assert str(refused.value).partition(" (0.02")[0] in " ".join(document.split())
     with pytest.raises(ValueError, match=r"train\.tokens \(6144 there"):
         launch(branched(parent, tmp_path, "75%"), ["train.tokens=23000000000"])
     with pytest.raises(ValueError, match="init_from="):

@@ -1,6 +1,7 @@
 """`dwslm prepare` and `dwslm data` as a user types them."""
 
 import argparse
+import gzip
 import json
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from dwslm.cli import main
+from dwslm.cli import prepare as prepare_command
 from dwslm.cli.prepare import Clock
 from dwslm.cli.prepare import add_parser as prepare_parser
 from dwslm.data.sample import Done
@@ -50,6 +52,20 @@ def test_pieces_from_the_command_line(tmp_path, inputs, dwslm):
     assert contents(tmp_path / "merged") == contents(tmp_path / "straight")
     code, said = dwslm("prepare", "merge", tmp_path / "half", pieces[0])
     assert (code, said.err) == (1, "error: piece 2/2 is missing (1 of 2 are)\n")
+
+
+def test_the_way_out_of_another_dataset_under_the_samples_name_is_one(tmp_path, dwslm, monkeypatch):
+    for split, count in (("train", 100), ("valid", 30)):
+        with gzip.open(tmp_path / f"{split}.jsonl.gz", "wt") as file:
+            for row in records(count, split):
+                file.write(json.dumps({**row, "license": "CC0"}) + "\n")
+    monkeypatch.setattr(prepare_command, "SAMPLE", tmp_path)
+    sample = ["prepare", "--sample", "--out", tmp_path / "out", "--vocab-size"]
+    assert dwslm(*sample, 300)[0] == 0
+    code, said = dwslm(*sample, 280)
+    assert code == 1 and "give --overwrite to replace it" in said.err
+    assert dwslm(*sample, 280, "--overwrite")[0] == 0
+    assert json.loads((tmp_path / "out" / "train" / "manifest.json").read_bytes())["vocab_size"] == 280
 
 
 def test_prepare_tells_of_held_out_texts_in_training(tmp_path, inputs, dwslm):

@@ -19,6 +19,7 @@ from dwslm.cli.launch import launch
 from dwslm.cli.score import score_checkpoint
 from dwslm.config import ScoreConfig
 from dwslm.data.mixture import MixtureSettings
+from dwslm.evaluate.spelling import SpellingSettings
 from dwslm.runs.folder import RunFolder, open_run
 from dwslm.runs.reader import evals, events, metrics
 from dwslm.runs.writer import RunWriter
@@ -268,7 +269,15 @@ def test_best_compares_only_scores_of_the_same_text_and_is_found_again_after_a_k
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"text": "a.txt", "bands": True}, "text= scores one file"),
+        *(
+            ({"text": "a.txt", **more}, "text= scores one file: leave out bands, yarn_factor, baselines, spelling and")
+            for more in (
+                {"bands": True},
+                {"yarn_factor": 2.0},
+                {"baselines": True},
+                {"spelling_tests": SpellingSettings(items=3)},
+            )
+        ),
         ({"yarn_factor": 4.0}, "yarn_factor=4.0 is of the bands"),
         ({"yarn_factor": -2.0, "bands": True}, "yarn_factor=-2.0 must be 1 or more"),
         ({"text": ""}, "no such file"),

@@ -1,14 +1,19 @@
 """What the queue does through optional packages: workers on Slurm, and a search."""
 
 import argparse
+import math
 import os
 import signal
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from dwslm.cli import queue_search, queue_slurm
+from dwslm.cli import main, queue_job, queue_search, queue_slurm
+from dwslm.cli.run import DEADLINES
 from dwslm.machine.boot import below
+from dwslm.machine.watch import Deadlines
 from dwslm.runs.folder import create_run
 from dwslm.runs.queue import Queue
 from dwslm.runs.queue_job import JobSpec
@@ -81,8 +86,64 @@ def a_slurm_job(tmp_path, **about) -> argparse.Namespace:
         "partition": None,
         "option": [],
         "local": True,
+        **{flag: getattr(Deadlines, name) / unit for flag, (name, unit, _) in DEADLINES.items()},
     }
     return argparse.Namespace(**given | about)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("train.py", Deadlines(start=1200, step=90.0, save=300, evaluation=1800)),
+        ("", Deadlines(start=math.inf)),  # it says nothing on its way
+    ],
+)
+def test_a_worker_is_told_how_long_its_trainings_may_be_silent(tmp_path, monkeypatch, program, expected):
+    given = []
+
+    class Noted(queue_job.Recording):
+        def __init__(self, job, settings, **about):
+            given.append(settings.deadlines)
+            super().__init__(job, settings, **about)
+
+    monkeypatch.setattr(queue_job, "Recording", Noted)
+    monkeypatch.setattr(queue_job.Place, "command", lambda place, spec, run: ["/bin/true"])
+    queue = Queue(tmp_path / "queue")
+    queue.add([JobSpec("j", "j", program, arguments=["/bin/true"], cwd=str(tmp_path), config={}, gpus=0)])
+    words = [
+        "--queue",
+        str(queue.folder),
+        "--until-empty",
+        "--gpus",
+        "0",
+        "--start-minutes",
+        "20",
+        "--step-seconds",
+        "90",
+    ]
+    monkeypatch.setattr(sys, "argv", ["dwslm", "queue", "work", *words])
+    main()
+    queue.refresh()
+    assert queue.done("j") and given == [expected]
+
+
+def test_workers_on_slurm_are_told_the_same(tmp_path, monkeypatch):
+    class Executor:
+        def __init__(self, **about):
+            pass
+
+        def update_parameters(self, **about):
+            pass
+
+        def submit(self, job):
+            return job
+
+    monkeypatch.setattr(queue_slurm, "submitit", lambda: SimpleNamespace(AutoExecutor=Executor))
+    (job,) = queue_slurm.submit(a_slurm_job(tmp_path, step_seconds=90.0), tmp_path)
+    assert job.command[job.command.index("--step-seconds") + 1] == "90.0"
+    assert job.command[job.command.index("--evaluation-minutes") + 1] == "30.0"
+    with pytest.raises(ValueError, match=r"deadline step=0\.0 must be above 0"):
+        queue_slurm.submit(a_slurm_job(tmp_path, step_seconds=0.0), tmp_path)
 
 
 def test_an_option_of_sbatch_has_a_value(tmp_path):

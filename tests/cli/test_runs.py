@@ -124,15 +124,24 @@ def test_compare_ends_with_a_verdict(root: Path, call) -> None:
 
 
 def test_diff_shows_settings_and_facts(root: Path, call) -> None:
-    a = make_run(root, "a", losses=[1.0], settings={"optim": {"lr": 0.1, "rule": "muonh"}}, versions={"torch": "2.12"})
-    b = make_run(
-        root, "b", losses=[1.0], settings={"optim": {"lr": 0.2, "rule": "muonh"}}, versions={"torch": "2.13"}, lr=0.02
+    a, b = (
+        make_run(
+            root,
+            name,
+            losses=[1.0],
+            settings={"optim": {"lr": 0.1 * (1 + other), "rule": "muonh"}},
+            versions={"torch": f"2.{12 + other}"},
+            engines={"MLP": "torch", "head": ("torch", "fused")[other]},
+            lr=0.01 * (1 + other),
+        )
+        for other, name in enumerate("ab")
     )
     assert differences(a, b) == [
-        ("name", "a", "b"), ("optim.lr", 0.1, 0.2), ("versions: torch", "2.12", "2.13"), ("lr", 0.01, 0.02),
+        ("name", "a", "b"), ("optim.lr", 0.1, 0.2), ("versions: torch", "2.12", "2.13"),
+        ("engines: head", "torch", "fused"), ("lr", 0.01, 0.02),
     ]  # fmt: skip
     out = call("diff", a.id, b.id)
-    assert "4 differences" in out and "optim.lr" in out and "muonh" not in out
+    assert "5 differences" in out and "optim.lr" in out and "muonh" not in out
 
 
 def test_tags(root: Path, call, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dwslm.data.lines
-from dwslm.data.lines import read_chunks_of_lines, read_lines, split_lines
+from dwslm.data.lines import read_chunks_of_lines, split_lines
 
 
 def written(tmp_path, name, content):
@@ -34,7 +34,7 @@ def test_chunks_end_with_the_first_line_that_fills_them(tmp_path_factory, lines,
             path = written(folder, "a.jsonl", content)
             chunks = list(read_chunks_of_lines(path))
             assert [(chunk.first, chunk.raw) for chunk in chunks] == expected
-            assert list(read_lines(path)) == lines
+            assert [line for chunk in chunks for line in split_lines(chunk.raw)] == lines
             assert not chunks or chunks[-1].offset == len(content)
 
 
@@ -47,7 +47,7 @@ def test_compression_makes_no_difference(tmp_path, monkeypatch, name):
     assert b"".join(chunk.raw for chunk in chunks) == content
     assert [chunk.first for chunk in chunks][:2] == [1, chunks[0].raw.count(b"\n") + 1]
     assert chunks[-1].offset == path.stat().st_size
-    assert list(read_lines(path))[-1] == b"no end"
+    assert split_lines(chunks[-1].raw)[-1] == b"no end"
 
 
 def test_lines_before_the_damage_come_first(tmp_path):
@@ -56,8 +56,8 @@ def test_lines_before_the_damage_come_first(tmp_path):
     path.write_bytes(path.read_bytes()[:-2000])
     seen = []
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz:\d+: the compressed file is damaged or cut short") as error:
-        for line in read_lines(path):
-            seen.append(line)
+        for chunk in read_chunks_of_lines(path):
+            seen += split_lines(chunk.raw)
     assert seen == content.split(b"\n")[: len(seen)] and len(seen) > 1000
     assert f":{len(seen) + 1}:" in str(error.value)
 
@@ -66,7 +66,7 @@ def test_a_line_without_end(tmp_path, monkeypatch):
     monkeypatch.setattr(dwslm.data.lines, "_LONGEST_LINE", 1 << 20)
     path = written(tmp_path, "a.jsonl", b"short\n" + b"x" * (3 << 20))
     with pytest.raises(ValueError, match="a line of more than 1 MiB; is this JSON lines"):
-        list(read_lines(path))
+        list(read_chunks_of_lines(path))
 
 
 def test_split_lines():

@@ -72,7 +72,11 @@ def test_a_trained_table_holds_every_split_and_no_other():
 
 
 def test_an_entry_that_cannot_be_split_is_refused():
-    with pytest.raises(ValueError, match=r"entry 'xyz' \(id 256\).* is not two other entries joined"):
+    with pytest.raises(
+        ValueError,
+        match=r"entry 'xyz' \(id 256\).* is not two other entries joined.*"
+        r"leave out data\.stochastok\.enabled, and data\.stochastok\.proportion with it",
+    ):
         split_table(hand_made("xyz"))
 
 
@@ -241,6 +245,8 @@ def test_settings_are_off_by_default_and_checked():
     assert StochasTokSettings(enabled=True, proportion=0.25).splits_per_token == 0.25
     with pytest.raises(ValueError, match=r"proportion=0\.25 has no effect without data\.stochastok\.enabled=true"):
         StochasTokSettings(proportion=0.25)
-    for wrong in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=r"stochastok\.proportion.*must be above 0"):
+    for wrong in (0.0, -0.1, float("nan"), float("inf")):
+        with pytest.raises(
+            ValueError, match=r"proportion=.*must be above 0.*leave out both it and data\.stochastok\.enabled"
+        ):
             StochasTokSettings(enabled=True, proportion=wrong)

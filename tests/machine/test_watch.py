@@ -74,12 +74,84 @@ def test_a_save_holds_a_step_up_and_has_its_own_deadline(tmp_path):
 def test_a_scoring_follows_a_save(tmp_path):
     run = Run(tmp_path, step=10, evaluation=500)
     run.event("start")
+    run.row(0)
     run.row(1)
     run.event("checkpoint", step=1, seconds=1.0)
     assert run.later(499) is None and run.later(2).startswith("evaluation: silent for 501 s")
     run.event("score", seconds=400.0)
     assert run.later(11).startswith("step:")
     assert run.progress.allowed("evaluation") == 1200
+
+
+def test_rows_may_be_far_apart_before_it_is_known_how_far(tmp_path):
+    run = Run(tmp_path, start=100, step=60)
+    run.event("start")
+    run.row(1)
+    assert run.later(90) is None  # ten steps of nine seconds
+    run.event("skip", step=2)  # told right before the row: no short interval
+    run.row(2)
+    assert run.progress.allowed("step") == 900
+    assert run.later(900) is None and run.later(1).startswith("step: silent for 901 s after step 2")
+
+
+def test_a_first_row_that_is_the_last_is_a_hang_after_the_time_of_a_start(tmp_path):
+    run = Run(tmp_path, start=100, step=60)
+    run.event("start")
+    run.row(1)
+    assert run.later(100) is None and run.later(1).startswith("step: silent for 101 s after step 1; 100 s are allowed")
+
+
+def test_a_new_context_may_compile_as_long_as_a_start(tmp_path):
+    run = Run(tmp_path, start=300, step=10, evaluation=20)
+    run.event("start")
+    for step in range(1, 4):
+        run.now += 1
+        run.row(step)
+    run.event("checkpoint", step=3, seconds=0.1)
+    run.event("score", step=3, seconds=1.0)
+    run.event("rung", step=3, context=512)
+    assert run.later(200) is None
+    run.event("checkpoint", step=3, seconds=0.1)  # of a save that went on beside it
+    assert run.later(299) is None
+    run.row(4)
+    assert run.progress.allowed("step") == 10  # what compiled is no usual interval
+    assert run.later(9) is None and run.later(2).startswith("step:")
+    run.row(5)
+    run.event("rung", step=5, context=1024)
+    assert run.later(300) is None and run.later(1).startswith("start: silent for 301 s after step 5")
+
+
+@pytest.mark.parametrize(
+    "event", [{"event": "checkpoint", "seconds": 0.1}, {"event": "rung"}, {"event": "rollback"}, {"event": "score"}]
+)
+def test_an_interval_that_holds_more_than_steps_is_not_a_usual_one(tmp_path, event):
+    run = Run(tmp_path, start=1000, step=10)
+    run.event("start")
+    run.row(1)
+    run.now += 200
+    run.write("events-trainer-1.jsonl", **event)
+    run.now += 100
+    run.row(2)
+    assert run.progress.allowed("step") == 1000
+    run.now += 2
+    run.row(3)
+    assert run.progress.allowed("step") == 20
+
+
+def test_what_is_seen_at_once_is_taken_in_the_order_in_which_it_was_written(tmp_path):
+    run = Run(tmp_path, start=300, step=10, evaluation=500)
+    run.event("start", mono=1.0)
+    for step in range(1, 4):
+        run.now += 1
+        run.row(step)
+    for begun, limit in (({"event": "rung"}, 300), ({"event": "checkpoint"}, 500)):
+        for name, row in (
+            ("metrics-1.jsonl", {"step": 4, "tokens": 40, "mono": 5.0}),
+            ("events-trainer-1.jsonl", {**begun, "mono": 5.001}),
+        ):
+            with (tmp_path / name).open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        assert run.later(1) is None and run.later(limit) is None and run.later(1) is not None
 
 
 def test_after_its_last_word_it_must_go(tmp_path):

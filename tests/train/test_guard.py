@@ -9,6 +9,7 @@ import torch
 from dwslm.optim.optimizer import Optimizer
 from dwslm.optim.settings import OptimSettings
 from dwslm.train.guard import LEAST_SPREAD, UNREAD, Guard, GuardSettings
+from dwslm.train.skips import Skips
 from dwslm.train.step import TrainStep
 from tests.model.small import small_model
 from tests.train.test_step import batch
@@ -111,6 +112,26 @@ def test_a_window_that_was_saved_goes_on_as_it_would_have():
 def test_settings_are_checked(wrong, message):
     with pytest.raises(ValueError, match=message):
         GuardSettings(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("now", "too_many", "kept"),
+    [
+        ({"max_skips": 5, "stretch": 1000}, False, []),  # eight steps of the first eight: long ago
+        ({"max_skips": 7, "stretch": 49_995}, False, [6, 7, 8]),
+        ({"max_skips": 7, "stretch": 50_000}, True, list(range(1, 9))),
+        ({"max_skips": 8, "stretch": 50_000}, False, list(range(1, 9))),
+    ],
+)
+def test_a_resume_counts_what_was_left_out_by_its_own_settings(now, too_many, kept):
+    state = {
+        **Guard(GuardSettings(), CPU).state(),
+        "recent": [[step, 4 * step, 4 * step + 4] for step in range(1, 9)],
+        "rollbacks": 0,
+    }
+    skips = Skips(Guard(GuardSettings(**now), CPU), None, None)
+    skips.load({"step": 50_000, "guard": state})
+    assert (skips.too_many, [skip.step for skip in skips.recent]) == (too_many, kept)
 
 
 def make_step(guard: Guard | None, device: str = "cpu") -> TrainStep:
