@@ -1,6 +1,7 @@
 """Starting and resuming a run: everything is built and checked here, then handed to the trainer."""
 
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -157,6 +158,12 @@ def take_weights(config: RunConfig, built: Built, console: Console) -> None:
     found, _, passed_over = find_checkpoint(str(config.init_from), config.runs_dir)
     for path, reason in passed_over:
         console.print(Text(f"passed over {path.name}: {reason}"))
+    dataset = built.stream.dataset
+    if found.state["tokenizer"] != dataset.tokenizer_hash:
+        raise ValueError(
+            f"{found.path} was trained with another tokenizer than {dataset.path} was made with, so its embedding rows mean "
+            "other tokens: prepare the text with that run's, `dwslm prepare --tokenizer FILE`"
+        )
     built.optimizer.load_weights(load_weights(found, built.model))
     console.print(f"weights from {found.path}, step {found.step:,}; optimizer and data start anew", highlight=False)
 
@@ -203,7 +210,8 @@ def train(
         error = ranks.why(raised)
         if isinstance(error, Preempted):
             writer.event("preempted", step=at.step, tokens=at.tokens, signal=error.name, reason=str(error))
-            go_on = f"python train.py resume={run.path.name}"
+            which = run.path.name if config.runs_dir == RunConfig.runs_dir else str(run.path)
+            go_on = f"python train.py resume={shlex.quote(which)}"
             kept = "all saved" if checkpoints.find(run.checkpoints) else "nothing to save yet"
             console.print(f"{error} at step {at.step:,}, {kept}; go on with: {go_on}", highlight=False)
             raise

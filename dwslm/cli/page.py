@@ -92,8 +92,8 @@ def run_serve(arguments: argparse.Namespace) -> None:
     console = make_console()
     try:
         server = PageServer(site, arguments.host, arguments.port, names=names)
-    except OSError as error:
-        told = f"cannot answer on {arguments.host} port {arguments.port}: {error.strerror}"
+    except (OSError, OverflowError) as error:
+        told = f"cannot answer on {arguments.host} port {arguments.port}: {getattr(error, 'strerror', None) or error}"
         raise ValueError(f"{told}; give another with --port N (0 takes a free one)") from error
     with server:
         site.index(server.overview())  # read once, so that the first who asks does not wait for it

@@ -183,7 +183,9 @@ def change(arguments: argparse.Namespace) -> None:
 
 
 def work_on(arguments: argparse.Namespace) -> None:
-    where = folder(arguments, must_exist=False)
+    where = folder(arguments, must_exist=arguments.until_empty)
+    if not (where / "log").is_dir():
+        say(f"{where} is a new queue, without jobs; another is named with --queue")
     gpus = visible(list_gpus(), os.environ.get(VISIBLE))
     if arguments.gpus is not None and arguments.gpus > len(gpus):
         raise ValueError(f"--gpus {arguments.gpus}: {len(gpus)} are visible here")

@@ -1,6 +1,7 @@
 """`dwslm runs`: every run of a folder, one up close, several side by side."""
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,8 +69,16 @@ def add_parser(commands: Any) -> None:
     sending.add_argument("--entity", help="of wandb: user or team")
 
 
+def whole(number: int | None, option: str) -> int | None:
+    """Raises ValueError for a number of rows below 0."""
+    if number is not None and number < 0:
+        raise ValueError(f"{option} {number} is below 0")
+    return number
+
+
 def list_all(arguments: argparse.Namespace) -> None:
     console = make_console()
+    limit = whole(arguments.limit, "--limit")
     if arguments.runs_dir == RUNS and not Path(RUNS).exists():
         console.print(f"no runs yet in {RUNS}")
         return
@@ -83,7 +92,7 @@ def list_all(arguments: argparse.Namespace) -> None:
         and (arguments.tag is None or arguments.tag in run.tags)
     ]
     unreadable = list_runs(root)[1]
-    console.print(tables.runs_table(found[: arguments.limit], len(unreadable), now))
+    console.print(tables.runs_table(found[:limit], len(unreadable), now))
     for path, reason in unreadable:
         console.print(tables.said(f"{path.name}: {reason}"))
 
@@ -91,12 +100,12 @@ def list_all(arguments: argparse.Namespace) -> None:
 def show_one(arguments: argparse.Namespace) -> None:
     console = make_console()
     run = _open(arguments)
-    console.print(_view(run, arguments.events, time.time()))
+    console.print(_view(run, whole(arguments.events, "--events") or 0, time.time()))
 
 
 def watch_them(arguments: argparse.Namespace) -> None:
     """A live view on a terminal; elsewhere a line for each change."""
-    if arguments.every <= 0:
+    if not 0 < arguments.every < math.inf:
         raise ValueError(f"--every {arguments.every} must be above 0")
     console = make_console()
     run = _open(arguments) if arguments.run_name else None
@@ -150,7 +159,10 @@ def show_events(arguments: argparse.Namespace) -> None:
     console = make_console()
     run = _open(arguments)
     rows = [row for row in reversed(reader.events(run)) if not arguments.kind or row["event"] in arguments.kind]
-    shown = rows[: arguments.limit]
+    if arguments.kind and not rows:
+        there = sorted({row["event"] for row in reader.events(run)})
+        raise ValueError(f"{run.path} has no event {' or '.join(arguments.kind)}: it has {', '.join(there) or 'none'}")
+    shown = rows[: whole(arguments.limit, "--limit")]
     console.print(tables.events_table(shown, f"{len(shown)} of {len(rows)} events of {run.name}, newest first"))
 
 

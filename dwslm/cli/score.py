@@ -1,5 +1,6 @@
 """Scoring a checkpoint: bits per byte by slice, by position, or of one's own text; and questions about spelling."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -67,6 +68,10 @@ def score_rank(config: ScoreConfig, overrides: Sequence[str], ranks: Ranks) -> N
     found, run, passed_over = find_checkpoint(config.checkpoint, config.runs_dir)
     for path, reason in passed_over:
         console.print(Text(f"passed over {path.name}: {reason}"))
+    if run is not None and config.text is None and not os.access(run.path, os.W_OK):
+        raise ValueError(
+            f"scores cannot be written to {run.path}: name a copy of the checkpoint's folder that is in no run"
+        )
     state = found.state
     trained = from_plain(state["config"])
     if config.data:

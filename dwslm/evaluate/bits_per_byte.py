@@ -161,7 +161,8 @@ def text_dataset(path: str | Path, tokenizer: Tokenizer, eod: int) -> Dataset:
     """A text file as a dataset of one document, in memory. Raises as `score_text`."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file to score")
+        what = "a folder, not a file" if path.is_dir() else "no such file"
+        raise FileNotFoundError(f"{path}: {what} to score")
     raw = path.read_bytes()
     if not raw:
         raise ValueError(f"{path} is empty: there is nothing to score")

@@ -260,6 +260,12 @@ def open_run(which: str | os.PathLike[str], root: str | os.PathLike[str]) -> Run
         return found[0]
     if found:
         raise ValueError(f"run {text!r} is ambiguous: {_names(found)}; give the whole folder name")
+    for path, reason in unreadable:
+        if text and f"-{slug(text)}-" in path.name:
+            raise ValueError(reason)
+    for path in (Path(root) / text, Path(text)):
+        if text and path.is_dir():
+            raise ValueError(f"{path} is no run: it has no run.json; {root} holds {_names(runs)}")
     raise ValueError(f"no run {text!r} in {root}, which holds {_names(runs)}")
 
 

@@ -114,7 +114,7 @@ def save(
     assert json.loads(state_text) == state, "checkpoint state: string keys, lists and no tuples, or it changes"
     new_pins: list[Path] = []
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # a run's folder that is gone is not made anew, without its record
         clean(folder)
         sequence = 1 + max((one.manifest["sequence"] for one in _open_all(folder)[0]), default=0)
         # Ranks share the optimizer's state about evenly.

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -89,33 +88,6 @@ def test_own_text_and_long_bands(run, tmp_path, capsys, monkeypatch):
         score_checkpoint(scoring(run, data="nosuch"), [])
     with pytest.raises(FileNotFoundError, match="no such file"):
         score_checkpoint(scoring(run, text=str(tmp_path / "nothing.txt")), [])
-
-
-def test_init_from_takes_the_weights_alone(tiny_data, tmp_path, run):
-    config = replace(tiny_config(tiny_data, tmp_path, tokens=256), init_from=str(run.checkpoints / f"step-{STEPS:08d}"))
-    launch(config, [])
-    new = open_run("latest", tmp_path)
-    # One step from trained weights starts far below the loss of fresh ones.
-    assert metrics(new)[0]["loss"] < metrics(run)[0]["loss"] - 0.3
-    assert int(checkpoints.newest_good(new.checkpoints)[0].load_optimizer()["step"]) == 1
-
-
-def test_a_run_from_given_weights_that_is_killed_before_its_first_save_still_has_them(tiny_data, tmp_path, run):
-    config = replace(tiny_config(tiny_data, tmp_path, tokens=512), init_from=str(run.checkpoints / f"step-{STEPS:08d}"))
-    begun = in_child(config, [], lambda seconds: any(tmp_path.glob("2*/run.json")))
-    new = open_run("latest", tmp_path)
-    assert begun is None
-    shutil.rmtree(new.checkpoints, ignore_errors=True)  # as if the kill had come before the save
-    launch(replace(config, init_from=None, resume="latest"), ["resume=latest"])
-    assert metrics(new)[0]["loss"] < metrics(run)[0]["loss"] - 0.3
-
-
-def test_a_checkpoint_of_another_shape_is_named_tensor_by_tensor(tiny_data, tmp_path, run):
-    config = replace(tiny_config(tiny_data, tmp_path), init_from=str(run.checkpoints / f"step-{STEPS:08d}"))
-    config.model = replace(config.model, mlp_hidden=128)
-    with pytest.raises(ValueError, match=r"of another model: layers\.0\.mlp\.up\.weight has shape \[64, 32\]"):
-        launch(config, [])
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_dry_run_tells_all_and_leaves_nothing(tiny_data, tmp_path, capsys):
@@ -280,12 +252,22 @@ def test_best_compares_only_scores_of_the_same_text_and_is_found_again_after_a_k
         ),
         ({"yarn_factor": 4.0}, "yarn_factor=4.0 is of the bands"),
         ({"yarn_factor": -2.0, "bands": True}, "yarn_factor=-2.0 must be 1 or more"),
-        ({"text": ""}, "no such file"),
+        ({"text": ""}, "a folder, not a file to score"),
+        ({"text": "nothing.txt"}, "nothing.txt: no such file to score"),
     ],
 )
 def test_a_request_that_would_be_ignored_is_refused_before_anything_is_scored(run, change, message, capsys):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         score_checkpoint(scoring(run, **change), [])
+    assert "Held-out" not in capsys.readouterr().out
+
+
+def test_a_run_that_takes_no_scores_is_told_before_they_are_made(run, capsys, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != run.path)
+    with pytest.raises(
+        ValueError, match=f"scores cannot be written to {run.path}: name a copy of the checkpoint's folder"
+    ):
+        score_checkpoint(scoring(run), [])
     assert "Held-out" not in capsys.readouterr().out
 
 
@@ -336,7 +318,8 @@ def test_a_signal_in_the_first_step_says_that_there_is_nothing_to_save(tiny_data
         launch(tiny_config(tiny_data, tmp_path), [])
     said = capfd.readouterr()
     assert "SIGTERM: leaves at once" in said.err
-    assert "asked to leave by SIGTERM at step 0, nothing to save yet; go on with: python train.py resume=" in said.out
+    (run,) = tmp_path.glob("2*")
+    assert f"by SIGTERM at step 0, nothing to save yet; go on with: python train.py resume={run}\n" in said.out
 
 
 def test_a_run_too_large_for_the_cpu_that_it_found_is_refused_unless_it_is_meant(

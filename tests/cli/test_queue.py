@@ -205,6 +205,9 @@ def test_commands_change_what_ls_and_show_tell(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         dwslm(monkeypatch, capsys, "ls", *q)
     assert "is no queue yet" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        dwslm(monkeypatch, capsys, "work", *q, "--until-empty")
+    assert "is no queue yet" in capsys.readouterr().err and not (tmp_path / "q").exists()
     first = dwslm(monkeypatch, capsys, "add", *q, "--name", "[b]one[/b]", "--", "/bin/true").strip()
     second = dwslm(monkeypatch, capsys, "add", *q, "--after", first[-6:], "--", "/bin/sh", "-c", "true").strip()
     listed = dwslm(monkeypatch, capsys, "ls", *q)

@@ -196,6 +196,9 @@ def test_watch_all_tells_changes_of_state(root: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("words", "expected"), [
     (["show", "nothing"], "no run 'nothing' in"), (["watch", "--every", "0"], "--every 0.0 must be above 0"),
+    (["watch", "--every", "nan"], "--every nan must be above 0"), (["ls", "--limit", "-1"], "--limit -1 is below 0"),
+    (["show", "a", "--events", "-1"], "--events -1 is below 0"), (["events", "a", "--limit", "-1"], "--limit -1 is below 0"),
+    (["events", "a", "--kind", "nosuch"], "has no event nosuch: it has done, start"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(
     root: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -129,6 +129,8 @@ def test_which_addresses_are_this_machine_alone(host, own):
     [
         (["--host", "0.0.0.0"], r"add --allow-remote"),
         (["--runs", "nowhere"], "no folder of runs at nowhere; give it with --runs"),
+        (["--runs", ".", "--port", "99999"], "port 99999: .*must be 0-65535.; give another with --port N"),
+        (["--runs", ".", "--port", "-1"], "port -1: .*; give another with --port N"),
     ],
 )
 def test_the_command_refuses_in_one_line(words, wanted, tmp_path, monkeypatch):

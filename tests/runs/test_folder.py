@@ -90,6 +90,10 @@ def test_an_ambiguous_or_missing_run_lists_what_there_is(tmp_path: Path) -> None
     assert sum(run.path.name in str(caught.value) for run in runs) == 10
     with pytest.raises(ValueError, match="no run '' in"):
         open_run("", tmp_path)
+    (tmp_path / "mine").mkdir()
+    for which in ("mine", str(tmp_path / "mine")):
+        with pytest.raises(ValueError, match="/mine is no run: it has no run.json; .* holds .*proxy"):
+            open_run(which, tmp_path)
 
 
 def test_auto_is_the_newest_run_that_is_not_finished(tmp_path: Path) -> None:
@@ -124,7 +128,7 @@ def test_an_unreadable_record_is_told_and_never_stepped_over(tmp_path: Path) -> 
     runs, unreadable = list_runs(tmp_path)
     assert [run.path for run in runs] == [good.path]
     assert [path for path, _ in unreadable] == [bad.path]
-    for which in ("auto", "latest", bad.id, bad.path):
+    for which in ("auto", "latest", bad.id, bad.path, "bad"):
         with pytest.raises(ValueError, match=f"{bad.path.name}/run.json cannot be read"):
             open_run(which, tmp_path)
     assert open_run("good", tmp_path).path == good.path

@@ -34,6 +34,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
         "guard": {"window": [1e-300, None]},
         "name": "é",
     }
+    (tmp_path / "new").mkdir()
     made = save(tmp_path / "new" / "checkpoints", 123, model, optimizer, state)
     assert made.path.name == "step-00000123"
     best, rejected = newest_good(tmp_path / "new" / "checkpoints")
@@ -46,6 +47,13 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert same(best.load_optimizer(), optimizer)
     assert best.state == state
     assert best.manifest["model"]["embedding"] == {"shape": [7, 3], "dtype": "bfloat16"}
+
+
+def test_the_folder_of_a_run_that_is_gone_is_not_made_anew(tmp_path):
+    """Somebody moved it; checkpoints beside it would lack its record."""
+    with pytest.raises(OSError, match="cannot save checkpoint .*/moved/checkpoints/step-00000001: No such file"):
+        save(tmp_path / "moved" / "checkpoints", 1, {"w": torch.ones(3)}, {}, {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_folder_holds_what_the_layout_says(tmp_path: Path) -> None:
