@@ -25,6 +25,11 @@ _PIECES = (
     r"|\s+"
 )
 
+# Training takes time with the square of a piece's length, so there pieces end after so many characters. Ordinary text
+# has none of that length.
+_LONGEST_TRAINED = 4096
+_TRAINED_PIECES = _PIECES.replace("+", f"{{1,{_LONGEST_TRAINED}}}").replace("*", f"{{0,{_LONGEST_TRAINED}}}")
+
 
 def _byte_alphabet() -> dict[str, int]:
     """The byte that each character of a byte-level vocabulary stands for (GPT-2's table).
@@ -38,6 +43,15 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
+def _cutting_into(pieces: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 32768) -> Tokenizer:
     """Train a byte-level BPE of exactly `vocab_size` entries, the special token `<|eod|>` included.
 
@@ -49,12 +63,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 32768) -> Tokenizer:
     if vocab_size < 257:
         raise ValueError(f"vocab_size={vocab_size}: a byte-level tokenizer needs 257 (256 bytes and {EOD}) or more")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = _cutting_into(_TRAINED_PIECES)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -63,6 +72,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 32768) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = _cutting_into(_PIECES)
     if (found := tokenizer.get_vocab_size()) != vocab_size:
         raise ValueError(
             f"vocab_size={vocab_size}: the training text only gives {found} entries; "
