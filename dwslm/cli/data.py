@@ -64,6 +64,9 @@ def leave(code: int) -> None:
 
 def run_inspect(arguments: argparse.Namespace) -> None:
     console = make_console()
+    for flag in ("samples", "characters", "seed"):
+        if (value := getattr(arguments, flag)) < 0:
+            raise ValueError(f"--{flag} {value}: must be 0 or more")
     found = find_datasets(arguments.path)
     if arguments.json:
         figures = {

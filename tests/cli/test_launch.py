@@ -318,6 +318,18 @@ def test_other_threads_are_said_in_the_receipt(tiny_data, tmp_path, capsys):
     assert "1 now, 7 at the start" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_a_token_past_the_vocabulary_ends_a_run_with_the_shard(tiny_data, tmp_path, split):
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data, data)
+    tokens = np.memmap(data / split / "00000.bin", dtype="<u2", mode="r+")
+    tokens[::100] = 384
+    tokens.flush()
+    config = tiny_config(data, tmp_path / "runs", tokens=2 * 256)
+    with pytest.raises(ValueError, match=rf"data/{split}: document \d+, in shard 00000\.bin, holds a token id past"):
+        launch(config, [])
+
+
 def test_a_longer_plan_after_a_phase_began_is_refused_by_its_name(tiny_data, tmp_path):
     config = tiny_config(tiny_data, tmp_path, tokens=16 * 256)
     launch(config, [])
