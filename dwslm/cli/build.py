@@ -148,7 +148,7 @@ def check_same_data(state: dict[str, Any], built: Built, found: Checkpoint) -> N
             f"{stream.dataset.path} or its order is not what {found.path} was trained on (text, seed, mixture or packing): "
             "point data.path at the run's own dataset, or start a new run with init_from="
         )
-    if before.key_served(row) != stream.key_served(row):
+    if before is not stream and before.key_served(row) != stream.key_served(row):  # which counts rows
         raise ValueError(
             f"train.tokens={built.plan.tokens} would move the start of a phase or rung that began before {found.path}: "
             f"leave the plan at {planned}, or start a new run with init_from="

@@ -22,7 +22,7 @@ from dwslm.data.mixture import MixtureSettings, Past
 from dwslm.data.order import Pieces, SourceOrder, derive_key, join_pieces, no_pieces
 from dwslm.data.packing_settings import PackingSettings, Rung
 from dwslm.data.shards import Dataset
-from dwslm.data.shares import Stream, check_rephrased, stream_of, stream_table
+from dwslm.data.shares import Stream, check_sources, stream_of, stream_table
 from dwslm.data.stretches import make_stretches
 from dwslm.data.text import Text
 from dwslm.data.windows import DOCUMENTS, QUOTA_SCALE, Leg, Origin
@@ -72,7 +72,7 @@ class RowStream:
         self.text = text or Text(dataset)
         self.planned_tokens = planned_tokens
         self._step_tokens, self._past, self._cache_dir = step_tokens, past, cache_dir
-        check_rephrased(mixture, dataset.sources)
+        check_sources(mixture, dataset.sources)
 
         stretches = make_stretches(dataset, packing, mixture, past, planned_tokens, step_tokens)
         self.planned_rows = stretches[-1].until_row
