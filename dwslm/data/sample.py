@@ -64,9 +64,8 @@ def trained_tokenizer(settings: PrepareSettings, parts: list[Part], vocab_size: 
             progress(Done("sample", documents, size, task.chunk.offset / total if total else None))
     if not sample.size:
         raise settings.no_document("train")
-    if (
-        vocab_size > SMALLEST_VOCABULARY + sample.size
-    ):  # an entry more takes a byte more; the trainer has room for all ready
+    # Every entry more takes a byte more; the trainer would make room for all of them at once.
+    if vocab_size > SMALLEST_VOCABULARY + sample.size:
         raise ValueError(
             f"vocab_size={vocab_size}: the {sample.size:,} bytes of training text can't give so many entries; choose a "
             "smaller vocabulary with --vocab-size N or give more text"
