@@ -141,13 +141,15 @@ def check_same_data(state: dict[str, Any], built: Built, found: Checkpoint) -> N
             f"{stream.dataset.path} was tokenized with another tokenizer than {found.path} was trained with: "
             "point data.path at the run's own dataset"
         )
-    if stream.key_until(state["row"]) != state["stream"]:
-        if built.plan.tokens != state["planned_tokens"] and stream.phase_of(stream.planned_rows) > 1:
-            raise ValueError(
-                f"train.tokens={built.plan.tokens} would move the start of a phase or rung that began before {found.path}: "
-                f"leave the plan at {state['planned_tokens']}, or start a new run with init_from="
-            )
+    row, planned = state["row"], state["planned_tokens"]
+    before = stream if built.plan.tokens == planned else stream.with_plan(planned)
+    if before.key_until(row) != state["stream"]:
         raise ValueError(
             f"{stream.dataset.path} or its order is not what {found.path} was trained on (text, seed, mixture or packing): "
             "point data.path at the run's own dataset, or start a new run with init_from="
+        )
+    if before is not stream and before.key_served(row) != stream.key_served(row):  # which counts rows
+        raise ValueError(
+            f"train.tokens={built.plan.tokens} would move the start of a phase or rung that began before {found.path}: "
+            f"leave the plan at {planned}, or start a new run with init_from="
         )

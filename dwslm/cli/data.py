@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from typing import Any
 
@@ -64,6 +65,9 @@ def leave(code: int) -> None:
 
 def run_inspect(arguments: argparse.Namespace) -> None:
     console = make_console()
+    for flag in ("samples", "characters", "seed"):
+        if (value := getattr(arguments, flag)) < 0:
+            raise ValueError(f"--{flag} {value}: must be 0 or more")
     found = find_datasets(arguments.path)
     if arguments.json:
         figures = {
@@ -164,8 +168,10 @@ def run_verify(arguments: argparse.Namespace) -> None:
 def run_rate(arguments: argparse.Namespace) -> None:
     from dwslm.data.rate import rates
 
-    if arguments.megabytes <= 0 or arguments.rounds < 1:
-        raise ValueError("megabytes must be above 0 and rounds at least 1")
+    if not 0 < arguments.megabytes < math.inf:
+        raise ValueError(f"--megabytes {arguments.megabytes:g}: must be above 0 and finite")
+    if arguments.rounds < 1:
+        raise ValueError(f"--rounds {arguments.rounds}: must be at least 1")
     status = Console(stderr=True)
     found = rates(
         arguments.text,

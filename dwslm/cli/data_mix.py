@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ def run_mix(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: for whatever a run with these settings would be refused for, where it is in the data.
     """
+    if arguments.shares is not None and not 1 <= arguments.shares < math.inf:
+        raise ValueError(f"--shares {arguments.shares:g}: must be a number of tokens, 1 or more")
     config = composed(arguments.overrides, arguments.config_dir)
     console = Console(stderr=True, soft_wrap=True) if arguments.json else make_console()
     packing = config.data.packing

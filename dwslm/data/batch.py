@@ -64,7 +64,7 @@ def assemble(
     `text` is how the documents are read, and the pieces are of it; None takes them as they are stored.
 
     Raises ValueError if a row has more slots than `context` or more segments, padding included, than
-    `segments_per_row`.
+    `segments_per_row`, and for a token that is not in the vocabulary.
     """
     pieces = join_pieces(rows)
     count = np.array([len(row) for row in rows])
@@ -93,6 +93,10 @@ def assemble(
         tokens[place : place + length] = text.tokens(doc, epoch, start, start + length)
         if number % RELEASE_EVERY == 0 or number == len(pieces):
             dataset.release()  # else all of the text would count as this process's memory in the end
+
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < dataset.vocab_size:  # a GPU would only assert
+        slot = np.flatnonzero((tokens < 0) | (tokens >= dataset.vocab_size))[0]
+        raise dataset.foreign_token(int(pieces.docs[np.searchsorted(places, slot, side="right") - 1]))
 
     # Inside a segment the target is the token after; its last slot looks past the piece.
     targets = np.full_like(tokens, IGNORE)

@@ -2,6 +2,7 @@
 
 import gzip
 import importlib
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,8 @@ def split_lines(raw: bytes) -> list[bytes]:
 def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
     """Text of a file, piece by piece, with the bytes of the file read so far."""
     with path.open("rb") as file:
+        if path.name.endswith((".gz", ".zst")) and not os.fstat(file.fileno()).st_size:
+            raise EOFError("it has no bytes, and even no text has some when compressed")
         if path.name.endswith(".zst"):
             yield from _zstd_blocks(path, file)
             return

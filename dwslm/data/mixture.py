@@ -94,8 +94,15 @@ class MixtureSettings:
         for source, original in self.rephrased.items():
             if source == original:
                 raise ValueError(f"mixture rephrased says that {source!r} was rephrased from itself")
-        for before, after in pairwise(self.named_phases()):
+        named = self.named_phases()
+        for before, after in pairwise(named):
+            annealed = after is named[-1] and bool(self.anneal.sources)
             if not before.start < after.start:
+                if annealed:
+                    raise ValueError(
+                        f"the anneal begins at {after.start}, and the last phase at {before.start}, not before it: give "
+                        "another data.mixture.anneal.start, or leave the phases out with data.mixture.phases=[]"
+                    )
                 raise ValueError(
                     f"phase starts must rise: {before.start} is followed by {after.start}; "
                     "sort the phases and merge those that begin together"
@@ -103,8 +110,9 @@ class MixtureSettings:
             if before.end is not None and before.end > after.start:
                 raise ValueError(
                     f"phases overlap: the one from {before.start} to {before.end} goes on for "
-                    f"{before.end - after.start:.4g} of the planned tokens after {after.start}, where the next begins; "
-                    "end it there, or merge them"
+                    f"{before.end - after.start:.4g} of the planned tokens after {after.start}, where the "
+                    f"{'anneal' if annealed else 'next'} begins; end it there, or "
+                    f"{'give another data.mixture.anneal.start' if annealed else 'merge them'}"
                 )
 
     def named_phases(self) -> list[Phase]:

@@ -22,7 +22,7 @@ from dwslm.data.mixture import MixtureSettings, Past
 from dwslm.data.order import Pieces, SourceOrder, derive_key, join_pieces, no_pieces
 from dwslm.data.packing_settings import PackingSettings, Rung
 from dwslm.data.shards import Dataset
-from dwslm.data.shares import Stream, check_rephrased, stream_of, stream_table
+from dwslm.data.shares import Stream, check_sources, stream_of, stream_table
 from dwslm.data.stretches import make_stretches
 from dwslm.data.text import Text
 from dwslm.data.windows import DOCUMENTS, QUOTA_SCALE, Leg, Origin
@@ -71,7 +71,8 @@ class RowStream:
         self.dataset, self.packing, self.mixture, self.seed = dataset, packing, mixture, seed
         self.text = text or Text(dataset)
         self.planned_tokens = planned_tokens
-        check_rephrased(mixture, dataset.sources)
+        self._step_tokens, self._past, self._cache_dir = step_tokens, past, cache_dir
+        check_sources(mixture, dataset.sources)
 
         stretches = make_stretches(dataset, packing, mixture, past, planned_tokens, step_tokens)
         self.planned_rows = stretches[-1].until_row
@@ -166,21 +167,40 @@ class RowStream:
         return bisect_right(self.first_rows, row) - 1
 
     def phase_of(self, row: int) -> int:
-        """How many phases of the mixture, and rungs of the ladder, have begun by `row`."""
-        begun = (
-            first + start for first, leg in zip(self.first_rows, self.legs, strict=True) for start in leg.phase_rows
-        )
-        return sum(start <= row for start in begun)
+        """How many phases of the mixture, and rungs of the ladder, have begun by `row`: those with a row up to it."""
+        legs = zip(self.first_rows, self.legs, strict=True)
+        return sum(leg.begun(min(row + 1 - first, leg.rows)) for first, leg in legs if first <= row)
 
     def key_until(self, row: int) -> str:
         """Hex digest of all that decides the rows before `row`: the key, without the phases, rungs and mixtures that
         begin later.
+        """
+        number = self.leg_of(max(0, row - 1))
+        leg = self.legs[number]
+        return leg.key_of(max(1, sum(start < row - self.first_rows[number] for start in leg.phase_rows)))
+
+    def key_served(self, row: int) -> str:
+        """As `key_until`, without the phases that have no row before `row` either; rows are counted up to it.
 
         A run that goes on from `row` with another plan keeps its past if this stays the same.
         """
         number = self.leg_of(max(0, row - 1))
         leg = self.legs[number]
-        return leg.key_of(max(1, sum(start < row - self.first_rows[number] for start in leg.phase_rows)))
+        return leg.key_of(leg.begun(max(1, row - self.first_rows[number])))
+
+    def with_plan(self, planned_tokens: int) -> "RowStream":
+        """The same text, mixture and packing in a plan of another length. Raises ValueError as a new stream does."""
+        return RowStream(
+            self.dataset,
+            packing=self.packing,
+            mixture=self.mixture,
+            seed=self.seed,
+            planned_tokens=planned_tokens,
+            step_tokens=self._step_tokens,
+            past=self._past,
+            cache_dir=self._cache_dir,
+            text=self.text,
+        )
 
     def rows(self, first: int, count: int) -> list[Pieces]:
         """Rows first .. first + count, each as its pieces from left to right."""

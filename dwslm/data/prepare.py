@@ -165,8 +165,7 @@ class _Work:
                     self.progress(Done("tokenize", self.read[0], self.read[1], share))
             for split, writer in self.writers.items():
                 if writer.empty and not self.settings.piece:
-                    way_out = "change valid_fraction" if self.settings.valid_fraction else "give some"
-                    raise ValueError(f"{self.out.path}: no document for the {split} split; {way_out}")
+                    raise self.settings.no_document(split)
             texts = {name: Path(file).read_text("utf-8") for name, file in self.settings.licence_files.items()}
             for split, writer in self.writers.items():
                 if writer.empty:

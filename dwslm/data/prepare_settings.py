@@ -11,7 +11,7 @@ import tokenizers
 
 from dwslm.data.chunks import Part, list_parts
 from dwslm.data.readers import FORMATS, DatasetSource, FieldSettings, Input, list_files, relative_name
-from dwslm.data.tokenizer import EOD, eod_id, load_tokenizer, tokenizer_hash
+from dwslm.data.tokenizer import EOD, check_vocab_size, eod_id, load_tokenizer, tokenizer_hash
 
 SPLITS = ("train", "valid")
 DECONTAMINATE = ("off", "report", "remove")
@@ -97,6 +97,8 @@ class PrepareSettings:
             raise ValueError("held-out text: give either --valid (or --dataset-valid-split) or --valid-fraction")
         if not self.tokenizer and self.eod_token != EOD:
             raise ValueError(f"eod_token={self.eod_token!r}: only a given tokenizer can have another than {EOD}")
+        if self.vocab_size is not None and not self.tokenizer:
+            check_vocab_size(self.vocab_size)
         for name in ("tokenizer_bytes", "shard_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
@@ -124,6 +126,11 @@ class PrepareSettings:
                 "--tokenizer-only and give it to each"
             )
         return int(match[1]), int(match[2])
+
+    def no_document(self, split: str) -> ValueError:
+        """The error where nothing is left for a split."""
+        way_out = "change valid_fraction" if self.valid_fraction else "give some"
+        return ValueError(f"{self.out}: no document for the {split} split; {way_out}")
 
     def worker_count(self) -> int:
         """`workers`, or the CPU cores that this process may use."""

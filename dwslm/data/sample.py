@@ -9,7 +9,7 @@ from dwslm.data.chunks import Part, read_chunks
 from dwslm.data.encode import EncodeSettings, SampleTexts, Task
 from dwslm.data.prepare_settings import PrepareSettings
 from dwslm.data.readers import BadDocument, reject
-from dwslm.data.tokenizer import train_tokenizer
+from dwslm.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from dwslm.data.workers import in_order, train_elsewhere
 
 ELSEWHERE_BYTES = 1 << 20
@@ -40,7 +40,7 @@ def trained_tokenizer(settings: PrepareSettings, parts: list[Part], vocab_size: 
         parts: all training text, held-out groups included: those are passed over.
 
     Raises:
-        ValueError: too little text for the vocabulary, or a document that cannot be used.
+        ValueError: no text or too little for the vocabulary, or a document that cannot be used.
     """
     sample = SampleTexts(settings.tokenizer_bytes)
     encode = EncodeSettings(
@@ -62,6 +62,14 @@ def trained_tokenizer(settings: PrepareSettings, parts: list[Part], vocab_size: 
             documents += reply.head["documents"]
             size += reply.head["bytes"]
             progress(Done("sample", documents, size, task.chunk.offset / total if total else None))
+    if not sample.size:
+        raise settings.no_document("train")
+    # Every entry more takes a byte more; the trainer would make room for all of them at once.
+    if vocab_size > SMALLEST_VOCABULARY + sample.size:
+        raise ValueError(
+            f"vocab_size={vocab_size}: the {sample.size:,} bytes of training text can't give so many entries; choose a "
+            "smaller vocabulary with --vocab-size N or give more text"
+        )
     progress(Done("train tokenizer", documents, size, None))
     if sample.size < ELSEWHERE_BYTES:
         return train_tokenizer(sample.take(), vocab_size).to_str(pretty=True).encode("utf-8")

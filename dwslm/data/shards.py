@@ -114,6 +114,15 @@ class Dataset:
             found[mine] = self._shards[number][self._starts[docs[mine]].astype(np.int64) + places[mine]]
         return found
 
+    def foreign_token(self, doc: int) -> ValueError:
+        """The error where a document holds a token that is not in the vocabulary."""
+        number = bisect_right(self._first_doc, doc) - 1
+        return ValueError(
+            f"{self.path}: document {doc:,}, in shard {number:05d}.bin, holds a token id past the vocabulary of "
+            f"{self.vocab_size:,}, so the file was altered: data.verify=sha256 or `dwslm data verify {self.path}` looks at all "
+            "of it; prepare the dataset again"
+        )
+
     def shard_documents(self) -> Iterator[tuple[int, int]]:
         """First document of each shard, and the one after its last."""
         yield from zip(self._first_doc, [*self._first_doc[1:], len(self)], strict=True)

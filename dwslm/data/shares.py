@@ -147,8 +147,14 @@ def epoch_caps(settings: MixtureSettings, streams: list[Stream]) -> list[float]:
     return [stream.find(settings.max_epochs, every) for stream in streams]
 
 
-def check_rephrased(settings: MixtureSettings, sources: list[str]) -> None:
-    """Raises ValueError where a source, or what it was rephrased from, is not in the dataset."""
+def check_sources(settings: MixtureSettings, sources: list[str]) -> None:
+    """Raises ValueError where a source, or what it was rephrased from, is not in the dataset, and for a cap on every source
+    where one has that name."""
+    if EVERY in settings.max_epochs and EVERY in sources:
+        raise ValueError(
+            f"data.mixture.max_epochs: {EVERY!r} is whatever is not named, and a source of the dataset: cap sources by their "
+            "names, or prepare that one under another (--source, --source-field)"
+        )
     for pair in settings.rephrased.items():
         for name in pair:
             if name not in sources:

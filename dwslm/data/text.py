@@ -36,13 +36,19 @@ class Text:
         self._kept_tokens = 0
 
     def tokens(self, doc: int, epoch: int, start: int, stop: int) -> NDArray[np.integer]:
-        """Tokens [start, stop) of a document in one reading of its source."""
+        """Tokens [start, stop) of a document in one reading of its source.
+
+        Raises ValueError for a token that is not in the vocabulary, where it would be split anew.
+        """
         if self._table is None:
             return self.dataset.tokens(doc, start, stop)
         whole = self._kept.get((doc, epoch))
         if whole is None:
             seed = derive_key(self._seed, SPLITS, doc, epoch)
-            whole = expand(self.dataset.tokens(doc), int(self.lengths[doc]), self._table, seed)
+            stored = self.dataset.tokens(doc)
+            if int(stored.max()) >= self.dataset.vocab_size:
+                raise self.dataset.foreign_token(doc)
+            whole = expand(stored, int(self.lengths[doc]), self._table, seed)
             if stop - start < len(whole):
                 self._keep((doc, epoch), whole)
         return whole[start:stop]

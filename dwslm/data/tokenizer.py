@@ -13,6 +13,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 EOD = "<|eod|>"
 
+SMALLEST_VOCABULARY = 257  # the 256 bytes and the special token
+LARGEST_VOCABULARY = 1 << 31  # a batch holds ids as int32
+
 # Pieces that merges do not cross, first match wins: a word with at most one character before it (most often
 # its space); up to three digits; punctuation with its space and line ends; white space, whose last blank is
 # left to the next word. Marks (\p{M}) count as letters: Indic and Thai vowel signs belong to their word.
@@ -24,6 +27,11 @@ _PIECES = (
     r"|\s+(?!\S)"
     r"|\s+"
 )
+
+# Training takes time with the square of a piece's length, so there pieces end after so many characters. Ordinary text
+# has none of that length.
+_LONGEST_TRAINED = 4096
+_TRAINED_PIECES = _PIECES.replace("+", f"{{1,{_LONGEST_TRAINED}}}").replace("*", f"{{0,{_LONGEST_TRAINED}}}")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -38,23 +46,34 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
+def check_vocab_size(vocab_size: int) -> None:
+    """Raises ValueError for a size that no tokenizer trained here can have."""
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ValueError(f"vocab_size={vocab_size} must be {SMALLEST_VOCABULARY} (256 bytes and {EOD}) or more")
+    if vocab_size > LARGEST_VOCABULARY:
+        raise ValueError(f"vocab_size={vocab_size} must be {LARGEST_VOCABULARY} or less: token ids have 31 bits")
+
+
+def _cutting_into(pieces: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 32768) -> Tokenizer:
     """Train a byte-level BPE of exactly `vocab_size` entries, the special token `<|eod|>` included.
 
     The same texts give the same tokenizer, byte for byte when saved.
 
     Raises:
-        ValueError: `vocab_size` below 257 (256 bytes and the special token), or too little text to reach it.
+        ValueError: a `vocab_size` that `check_vocab_size` refuses, or too little text to reach it.
     """
-    if vocab_size < 257:
-        raise ValueError(f"vocab_size={vocab_size}: a byte-level tokenizer needs 257 (256 bytes and {EOD}) or more")
+    check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = _cutting_into(_TRAINED_PIECES)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -63,6 +82,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 32768) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = _cutting_into(_PIECES)
     if (found := tokenizer.get_vocab_size()) != vocab_size:
         raise ValueError(
             f"vocab_size={vocab_size}: the training text only gives {found} entries; "

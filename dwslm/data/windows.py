@@ -108,6 +108,18 @@ class Leg:
         }
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
+    def begun(self, rows: int) -> int:
+        """How many phases the first so many rows are of; `rows` is 1 or more, and is counted to.
+
+        A phase begins with a window, so one that no window begins in has no row, though its own row was passed.
+        """
+        passed = sum(row < rows for row in self.phase_rows)
+        if passed > 1:
+            self.extend(rows, None)
+            while self.index.starts[np.searchsorted(self.index.starts, self.phase_rows[passed - 1])] >= rows:
+                passed -= 1
+        return passed
+
     @property
     def streams(self) -> list[SourceOrder]:
         """The streams from this leg's origin on."""

@@ -128,12 +128,13 @@ def train_elsewhere(texts: Iterable[str], vocab_size: int) -> bytes:
     """
     process = _start("serve_training")
     try:
-        _send(process.stdin, json.dumps({"vocab_size": vocab_size}).encode("ascii"), b"")
-        for text in texts:
-            _send(process.stdin, b"more", text.encode("utf-8"))
-        _send(process.stdin, b"", b"")
+        with suppress(BrokenPipeError):  # one that has refused reads no further
+            _send(process.stdin, json.dumps({"vocab_size": vocab_size}).encode("ascii"), b"")
+            for text in texts:
+                _send(process.stdin, b"more", text.encode("utf-8"))
+            _send(process.stdin, b"", b"")
         head, payload = _receive(process.stdout)
-    except (BrokenPipeError, EOFError):
+    except EOFError:
         raise _died(process, "give a smaller --tokenizer-bytes") from None
     finally:
         process.kill()
@@ -152,9 +153,11 @@ def _start(name: str) -> "subprocess.Popen[bytes]":
 def _died(process: "subprocess.Popen[bytes]", remedy: str) -> ChildProcessError:
     code = process.wait()
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}, see above"
-    return ChildProcessError(
-        f"a worker of prepare {how}; if memory was short, {remedy}. Run the same command again: finished shards are kept"
-    )
+    if code:
+        how += f"; if memory was short, {remedy}"
+    else:
+        how = "ended without a reply"
+    return ChildProcessError(f"a worker of prepare {how}. Run the same command again: finished shards are kept")
 
 
 def _let_go(process: "subprocess.Popen[bytes]") -> None:

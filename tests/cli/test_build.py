@@ -1,5 +1,6 @@
-"""What `auto` comes to for the micro-batch: one number for all ranks, from the memory of each."""
+"""What `auto` comes to for the micro-batch: one number for all ranks, from the memory of each; and the data of a run."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,9 @@ from numpy.typing import NDArray
 
 from dwslm.cli.build import build, check_counted, micro_batch_of_all
 from dwslm.cli.engines import PARTS
+from dwslm.cli.launch import launch
+from dwslm.data.prepare import prepare
+from dwslm.data.prepare_settings import PrepareSettings
 from dwslm.train.distributed import Ranks
 from dwslm.train.dry_run import estimate
 from tests.train.tiny_run import tiny_config
@@ -127,3 +131,43 @@ def test_fp8_takes_every_candidate(tiny_data, tmp_path, setting):
         train=replace(config.train, batch_tokens=24, micro_batch_tokens="auto"),
     )
     assert build(config, lr=None).plan.micro_batch_tokens == 24
+
+
+# ---- the data that a run goes on with ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_a_token_past_the_vocabulary_ends_a_run_with_the_shard(tiny_data, tmp_path, split):
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data, data)
+    tokens = np.memmap(data / split / "00000.bin", dtype="<u2", mode="r+")
+    tokens[::100] = 384
+    tokens.flush()
+    config = tiny_config(data, tmp_path / "runs", tokens=2 * 256)
+    with pytest.raises(ValueError, match=rf"data/{split}: document \d+, in shard 00000\.bin, holds a token id past"):
+        launch(config, [])
+
+
+def test_a_longer_plan_after_a_phase_began_is_refused_by_its_name(tiny_data, tmp_path):
+    config = tiny_config(tiny_data, tmp_path, tokens=16 * 256)
+    launch(config, [])
+    longer = replace(config, resume="latest", train=replace(config.train, tokens=32 * 256))
+    with pytest.raises(ValueError, match="train.tokens=8192 would move the start of a phase"):
+        launch(longer, ["resume=latest", f"train.tokens={32 * 256}"])
+    # Another text is told as such, whatever the plan.
+    other, text, valid = tmp_path / "other", tmp_path / "train.jsonl", tiny_data.parent / "valid.jsonl"
+    text.write_text((tiny_data.parent / "train.jsonl").read_text().partition("\n")[2])
+    prepare(PrepareSettings(str(other), [str(text)], [str(valid)], tokenizer=str(tiny_data / "tokenizer.json")))
+    other_data = replace(longer, data=replace(longer.data, path=str(other)))
+    with pytest.raises(ValueError, match=f"{other}/train or its order is not what .* was trained on"):
+        launch(other_data, ["resume=latest", f"train.tokens={32 * 256}", f"data.path={other}"])
+
+
+def test_a_longer_plan_is_taken_where_its_phase_was_never_served(tiny_data, tmp_path, capsys):
+    config = tiny_config(tiny_data, tmp_path, tokens=4 * 256)
+    config.data.packing.window_tokens = 64 * 256
+    launch(config, [])
+    assert "0.75 of the plan is never served" in capsys.readouterr().out
+    longer = replace(config, resume="latest", train=replace(config.train, tokens=5 * 256))
+    launch(longer, ["resume=latest", f"train.tokens={5 * 256}"])
+    assert "done: 1,280 tokens in 5 steps" in capsys.readouterr().out

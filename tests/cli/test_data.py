@@ -94,6 +94,21 @@ def test_inspect_and_verify(tmp_path, inputs, dwslm):
     assert code == 1 and "00001.bin is missing" in said.out and "1 faults; prepare it again" in said.err
 
 
+@pytest.mark.parametrize("flag", ["--samples", "--characters", "--seed"])
+def test_inspect_refuses_numbers_below_0(tmp_path, inputs, dwslm, flag):
+    dwslm("prepare", *inputs, "--vocab-size", "300", "--out", tmp_path / "out")
+    code, said = dwslm("data", "inspect", tmp_path / "out", flag, -1)
+    assert code == 1 and said.err.strip() == f"error: {flag} -1: must be 0 or more" and not said.out
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--megabytes", "nan"), ("--megabytes", "inf"), ("--megabytes", "0"), ("--rounds", "0")]
+)
+def test_rate_refuses_what_is_no_amount(dwslm, flag, value):
+    code, said = dwslm("data", "rate", "--text", "nowhere", "--tokenizer", "nowhere", flag, value)
+    assert code == 1 and said.err.startswith(f"error: {flag} {value}: must be")
+
+
 def test_progress_lines(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("dwslm.cli.prepare.time.monotonic", lambda: now[0])

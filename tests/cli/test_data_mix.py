@@ -115,6 +115,12 @@ def test_every_rung_and_its_rate_is_told(tiny_data, tmp_path, capsys, monkeypatc
     assert measured["first_batch_seconds"] > 0 and measured["resident_mib"] > 10 and "loader_mib" in measured
 
 
+@pytest.mark.parametrize("shares", ["-5", "0", "nan", "inf", "-inf"])
+def test_shares_of_no_number_of_tokens_are_refused(tmp_path, shares):
+    with pytest.raises(ValueError, match=f"^--shares {shares}: must be a number of tokens, 1 or more"):
+        mix(tmp_path / "nowhere", tmp_path, f"--shares={shares}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

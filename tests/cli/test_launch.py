@@ -298,14 +298,6 @@ def test_other_threads_are_said_in_the_receipt(tiny_data, tmp_path, capsys):
     assert "1 now, 7 at the start" in capsys.readouterr().out
 
 
-def test_a_longer_plan_after_a_phase_began_is_refused_by_its_name(tiny_data, tmp_path):
-    config = tiny_config(tiny_data, tmp_path, tokens=16 * 256)
-    launch(config, [])
-    longer = replace(config, resume="latest", train=replace(config.train, tokens=32 * 256))
-    with pytest.raises(ValueError, match="train.tokens=8192 would move the start of a phase"):
-        launch(longer, ["resume=latest", f"train.tokens={32 * 256}"])
-
-
 def test_a_signal_in_the_first_step_says_that_there_is_nothing_to_save(tiny_data, tmp_path, monkeypatch, capfd):
     plain = TrainStep.run
 

@@ -38,3 +38,15 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         assemble(text, [row((0, 0, 6))], 6, 3)
     with pytest.raises(ValueError, match="5 slots in 2 segments"):
         assemble(text, [row((0, 0, 1), (0, 1, 1))], 5, 2)  # no segment is left for the slot of padding
+
+
+@pytest.mark.parametrize("foreign", [13, 2**31 - 1, 2**31, 2**32 - 1])
+@pytest.mark.parametrize(("doc", "shard"), [(0, 0), (1, 0), (3, 1)])
+def test_a_token_past_the_vocabulary_is_told_with_its_document_and_shard(foreign: int, doc: int, shard: int) -> None:
+    text = dataset([("a", 3)] * 4, shards=2)  # a vocabulary of 13
+    rows = [row((0, 0, 3), (2, 0, 3)), row((3, 0, 3), (1, 0, 3))]
+    assert assemble(text, rows, 9, 3).tokens.max() == 12
+    text.tokens(doc)[-1] = foreign
+    with pytest.raises(ValueError, match=f"^memory: document {doc}, in shard 0000{shard}.bin, holds a token id past the "
+                       "vocabulary of 13.*data.verify=sha256"):  # fmt: skip
+        assemble(text, rows, 9, 3)

@@ -117,7 +117,12 @@ def test_a_rung_keeps_its_rows_when_later_ones_change() -> None:
 
 def test_phases_and_rungs_that_have_begun() -> None:
     rows = laddered(mixed(), mixture=MixtureSettings(phases=[Phase(0.5, {"a": 2.0})]))
-    assert [rows.phase_of(row) for row in (0, 319, 320, 399, 400, 479, 480)] == [1, 1, 2, 2, 3, 3, 4]
+    rows.count_rows(480)
+    starts = rows.legs[1].index.starts
+    begins = 320 + int(starts[np.searchsorted(starts, 80)])  # a phase begins with a window, a rung with a step
+    assert 400 < begins < 479
+    asked = (0, 319, 320, 400, begins - 1, begins, 479, 480)
+    assert [rows.phase_of(row) for row in asked] == [1, 1, 2, 2, 2, 3, 3, 4]
     assert rows.phase_starts == [[0.0], [0.25, 0.5], [0.75]]
 
 

@@ -62,6 +62,18 @@ def test_lines_before_the_damage_come_first(tmp_path):
     assert f":{len(seen) + 1}:" in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_every_cut_of_a_compressed_file_is_damage_and_no_text_is_none(tmp_path, name):
+    for content in (b"", b'{"text": "a"}\n'):
+        path = written(tmp_path, name, content)
+        assert b"".join(chunk.raw for chunk in read_chunks_of_lines(path)) == content
+        whole = path.read_bytes()
+        for size in range(len(whole)):  # from a download of which nothing arrived on
+            path.write_bytes(whole[:size])
+            with pytest.raises(ValueError, match=rf"{name}:1: the compressed file is damaged or cut short"):
+                list(read_chunks_of_lines(path))
+
+
 def test_a_line_without_end(tmp_path, monkeypatch):
     monkeypatch.setattr(dwslm.data.lines, "_LONGEST_LINE", 1 << 20)
     path = written(tmp_path, "a.jsonl", b"short\n" + b"x" * (3 << 20))

@@ -5,9 +5,9 @@ import pytest
 
 from dwslm.data.mixture import Anneal, MixtureSettings, Past, Phase
 from dwslm.data.packing_settings import PackingSettings
-from dwslm.data.shares import check_rephrased, epoch_caps, make_streams, phase_shares, stream_of
+from dwslm.data.shares import check_sources, epoch_caps, make_streams, phase_shares, stream_of
 from dwslm.data.stretches import make_stretches
-from tests.data.in_memory import dataset
+from tests.data.in_memory import dataset, stream
 
 TEXT = dataset([("books", 100), ("code", 180, "c"), ("code", 120, "py"), ("web", 600)])
 
@@ -101,8 +101,8 @@ def test_unknown_source_names_it_and_lists_the_others() -> None:
     with pytest.raises(ValueError, match=r"'code/rust'.*'code' c, py"):
         resolved(MixtureSettings(weights={"code/rust": 1.0}))
     with pytest.raises(ValueError, match=r"'bokos'.*books, code, web"):
-        check_rephrased(MixtureSettings(rephrased={"web": "bokos"}), TEXT.sources)
-    check_rephrased(MixtureSettings(rephrased={"web": "books"}), TEXT.sources)
+        check_sources(MixtureSettings(rephrased={"web": "bokos"}), TEXT.sources)
+    check_sources(MixtureSettings(rephrased={"web": "books"}), TEXT.sources)
 
 
 @pytest.mark.parametrize(
@@ -194,10 +194,36 @@ def test_phases_out_of_order(starts: tuple[float, float]) -> None:
 def test_overlapping_phases_are_refused_with_the_numbers() -> None:
     with pytest.raises(ValueError, match=r"overlap: the one from 0\.25 to 0\.6 goes on for 0\.1 .* after 0\.5"):
         MixtureSettings(phases=[Phase(0.25, end=0.6), Phase(0.5)])
-    with pytest.raises(ValueError, match=r"overlap: the one from 0\.25 to 0\.8 goes on for 0\.05 .* after 0\.75"):
+    with pytest.raises(
+        ValueError, match=r"to 0\.8 goes on for 0\.05 .* after 0\.75, where the anneal begins; .*anneal\.start"
+    ):
         MixtureSettings(phases=[Phase(0.25, end=0.8)], anneal=Anneal(["books"]))
-    with pytest.raises(ValueError, match=r"must rise: 0\.8 is followed by 0\.75"):
-        MixtureSettings(phases=[Phase(0.8)], anneal=Anneal(["books"]))
+
+
+@pytest.mark.parametrize("start", [0.75, 0.8])
+def test_an_anneal_that_does_not_come_after_the_phases_is_told_as_such(start: float) -> None:
+    message = rf"^the anneal begins at 0\.75, and the last phase at {start}.*anneal\.start.*data\.mixture\.phases=\[\]"
+    with pytest.raises(ValueError, match=message):
+        MixtureSettings(phases=[Phase(0.5), Phase(start)], anneal=Anneal(["books"]))
+    with pytest.raises(ValueError, match=r"^phase starts must rise: 0\.9 is followed by 0\.1"):
+        MixtureSettings(phases=[Phase(0.9), Phase(0.1)], anneal=Anneal(["books"]))
+
+
+@pytest.mark.parametrize("caps", [{"every": 4.0}, {"every": 4.0, "books": 2.0}])
+def test_a_source_named_every_leaves_no_cap_for_all_others(caps: dict[str, float]) -> None:
+    text = dataset([("books", 100), ("every", 100)])
+    stream(text, mixture=MixtureSettings(max_epochs={"books": 4.0}))
+    stream(dataset([("books", 100)]), mixture=MixtureSettings(max_epochs={"every": 4.0}))
+    with pytest.raises(ValueError, match="max_epochs: 'every' is .* and a source of the dataset: .*--source"):
+        stream(text, mixture=MixtureSettings(max_epochs=caps))
+
+
+def test_a_source_with_a_slash_comes_before_a_slice_of_that_name() -> None:
+    text = dataset([("code", 50, "c"), ("code", 50, "py"), ("code/c", 100)])
+    streams = make_streams(text, named("code/c"))
+    assert [one.name for one in streams] == ["code", "code/c"]
+    shares = phase_shares(MixtureSettings(weights={"code": 1.0, "code/c": 3.0}), streams, [100, 100])
+    np.testing.assert_allclose(shares, [[0.25, 0.75]])
 
 
 def test_other_mistakes() -> None:

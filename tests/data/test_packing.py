@@ -183,10 +183,28 @@ def test_seed_decides_the_order_and_the_prefix_does_not_depend_on_later_phases(m
     boundary = phased.legs[0].phase_rows[1]
     assert boundary == 625
     assert plain.key != phased.key
+    phased.count_rows(boundary + 10)
+    starts = phased.legs[0].index.starts
+    begins = int(starts[np.searchsorted(starts, boundary)])  # a phase begins with a window
+    assert boundary < begins
     assert plain.key_until(boundary) == phased.key_until(boundary) == plain.key
     assert phased.key_until(boundary + 1) == phased.key
-    assert same(plain.batch(boundary - 30, 30), phased.batch(boundary - 30, 30))
+    assert phased.key_served(begins) == plain.key and phased.key_served(begins + 1) == phased.key
+    assert [phased.phase_of(row) for row in (-1, 0, boundary, begins - 1, begins)] == [0, 1, 1, 1, 2]
+    assert same(plain.batch(begins - 30, 30), phased.batch(begins - 30, 30))
     assert not same(plain.batch(boundary + 30, 30), phased.batch(boundary + 30, 30))
+
+
+def test_a_phase_that_no_window_begins_in_has_not_begun(mixed: Dataset) -> None:
+    packing = replace(SMALL, window_tokens=4000)  # 500 rows and more
+    late = {tokens: stream(mixed, packing, mixture=ANNEAL, planned_tokens=tokens) for tokens in (2400, 3200)}
+    assert [rows.legs[0].phase_rows for rows in late.values()] == [[0, 150], [0, 200]]
+    assert [rows.phase_of(rows.planned_rows) for rows in late.values()] == [1, 1]
+    assert late[2400].key_served(300) == late[3200].key_served(300) == stream(mixed, packing).key
+    assert same(late[2400].batch(0, 300), late[3200].batch(0, 300))
+    assert late[2400].with_plan(3200).key == late[3200].key != late[2400].key
+    second = int(late[2400].legs[0].index.starts[1])  # beyond the plan: here it would begin
+    assert late[2400].key_served(second + 1) == late[2400].key != late[3200].key_served(second + 1)
 
 
 def test_key_holds_all_that_decides_the_rows_and_nothing_else(mixed: Dataset) -> None:

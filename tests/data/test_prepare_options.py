@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dwslm.data.prepare import prepare
+from dwslm.data.prepare import prepare, prepare_tokenizer
 from dwslm.data.shards import id_hash, open_dataset
 from dwslm.data.tokenizer import load_tokenizer
 from tests.data.prepare_case import contents, records, settings, write_jsonl
@@ -50,6 +50,31 @@ def left_out(tmp_path, text, **options):
     assert json.loads((tmp_path / "out" / "prepare.json").read_bytes()).get("report", {}) == summary["report"]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["prepare.json", "tokenizer.json", "train", "valid"]
     return missing, summary["report"]
+
+
+@pytest.mark.parametrize("size", [-1, 0, 10, 256, 2**31 + 1, 100_000_000_000])
+def test_a_vocabulary_of_an_impossible_size_is_refused_before_anything_is_read(tmp_path, size):
+    bound = "257 .* or more" if size < 257 else "2147483648 or less"
+    with pytest.raises(ValueError, match=f"^vocab_size={size} must be {bound}"):
+        settings(tmp_path / "out", ("nowhere.jsonl", "nowhere.jsonl"), vocab_size=size)
+
+
+@pytest.mark.parametrize("size", [258 + 10, 2**31])
+def test_a_vocabulary_of_more_entries_than_the_text_has_bytes_is_refused_before_the_training(tmp_path, text, size):
+    rows = [{**rows_of(text[0])[0], "text": "ten bytes!"}]
+    few = write_jsonl(tmp_path / "few.jsonl", rows)
+    with pytest.raises(
+        ValueError, match=f"vocab_size={size}: the 10 bytes of training text can't give so many entries"
+    ):
+        prepare(settings(tmp_path / "out", (few, text[1]), vocab_size=size))
+
+
+@pytest.mark.parametrize("make", [prepare, prepare_tokenizer])
+@pytest.mark.parametrize("rows", [0, 3])
+def test_training_text_of_which_nothing_is_left_is_told_as_such(tmp_path, text, make, rows):
+    empty = write_jsonl(tmp_path / "empty.jsonl", [{**row, "text": " "} for row in rows_of(text[0])[:rows]])
+    with pytest.raises(ValueError, match="out: no document for the train split; give some"):
+        make(settings(tmp_path / "out", (empty, text[1]), skip_bad=3))
 
 
 def test_nothing_is_left_out_unasked(tmp_path, text):

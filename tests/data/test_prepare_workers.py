@@ -1,8 +1,5 @@
 """The number of workers makes no difference, and what goes wrong in one is said in one line."""
 
-import os
-import signal
-
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
@@ -79,8 +76,8 @@ def test_a_worker_that_dies_is_an_error_with_a_way_out(tmp_path, text, monkeypat
     def send_and_kill(pipe, head, payload):
         calls.append(head)
         send(pipe, head, payload)
-        if len(calls) == 6:
-            os.kill(pool[0]._processes[1].pid, signal.SIGKILL)
+        if len(calls) >= 6:  # two threads may have counted before either looks
+            pool[0]._processes[1].kill()
 
     pool = []
     made = dwslm.data.workers._Pool.__init__
@@ -98,6 +95,24 @@ def test_a_worker_that_dies_is_an_error_with_a_way_out(tmp_path, text, monkeypat
     prepare(settings(tmp_path / "out", text, workers=2, **given))
     prepare(settings(tmp_path / "straight", text, workers=1, **given))
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+def test_a_worker_that_refuses_before_it_has_read_all_is_heard():
+    with pytest.raises(ValueError, match="vocab_size=10 must be 257"):
+        dwslm.data.workers.train_elsewhere(["text " * 100_000] * 20, 10)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (0, r"a worker of prepare ended without a reply\. Run the same"),
+        (3, r"ended with code 3, see above; if memory was short, give a smaller --tokenizer-bytes\. Run the same"),
+    ],
+)
+def test_a_worker_without_a_reply_is_told_as_it_ended(monkeypatch, code, said):
+    monkeypatch.setattr(dwslm.data.workers, "_START", f"raise SystemExit({code})  # {{0}} {{name}}")
+    with pytest.raises(ChildProcessError, match=said):
+        dwslm.data.workers.train_elsewhere(["text"], 300)
 
 
 def test_the_tokenizer_alone_is_that_of_the_whole(tmp_path, text):

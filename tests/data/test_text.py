@@ -131,3 +131,13 @@ def test_a_document_that_a_rung_cuts_goes_on_as_it_was_split(pairs: Dataset) -> 
                 expected = text.tokens(int(doc), int(epoch), int(start), int(start + length))
                 assert tokens[place : place + length].tolist() == expected.tolist()
                 place += length + 1
+
+
+def test_a_token_past_the_vocabulary_is_told_before_it_is_split(pairs: Dataset) -> None:
+    shard = np.concatenate([pairs.tokens(doc) for doc in range(len(pairs))])
+    shard[int(pairs.docs["start"][4])] = 7
+    altered = Dataset(pairs.path, pairs.manifest, pairs.fingerprint, pairs.docs, [shard])
+    with pytest.raises(
+        ValueError, match=r"memory: document 4, in shard 00000\.bin, holds a token id past the vocabulary of 7"
+    ):
+        split(altered).tokens(4, 0, 0, 1)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
+import dwslm.data.tokenizer
 from dwslm.data.tokenizer import EOD, eod_id, load_tokenizer, token_bytes, tokenizer_hash, train_tokenizer
 
 TEXTS = [
@@ -88,6 +89,28 @@ def test_a_loaded_tokenizer_encodes_alike(tmp_path):
     loaded = load_tokenizer(tmp_path / "padded.json")
     text = f"one {EOD} text"
     assert loaded.encode(text, add_special_tokens=False).ids == encode(text)
+
+
+@pytest.mark.parametrize(
+    ("character", "merges"),
+    [("x", 12), ("-", 12), (" ", 12), ("\n", 13), ("\u5b57", 2 + 12), ("\u0e01", 2 + 12), ("\u0301", 1 + 12)],
+)
+def test_a_run_without_breaks_is_cut_for_training(character, merges):
+    # Doubled again and again, an entry gets as long as the pieces: 2 ** 12 = 4096 characters, line ends twice as many.
+    with pytest.raises(ValueError, match=f"only gives {257 + merges} entries"):
+        train_tokenizer([character * 16384], 1000)
+    assert encoded_pieces(character * 16384) == [16384]  # the tokenizer itself cuts nothing
+
+
+def encoded_pieces(text: str) -> list[int]:
+    return [end - start for _, (start, end) in TOKENIZER.pre_tokenizer.pre_tokenize_str(text)]
+
+
+def test_ordinary_text_is_trained_on_as_it_is(monkeypatch):
+    texts = [*TEXTS, *(f"a{c * n}b" for c in "x\u5b57 -\n" for n in (1, 2, 999, 4000))]
+    cut = train_tokenizer(texts, 420).to_str()
+    monkeypatch.setattr("dwslm.data.tokenizer._TRAINED_PIECES", dwslm.data.tokenizer._PIECES)
+    assert train_tokenizer(texts, 420).to_str() == cut
 
 
 def test_too_little_text():
