@@ -18,6 +18,8 @@ from dwslm.config.schema import DICTIONARIES, RunConfig, ScoreConfig
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 """What is raised for a command line or file that does not fit."""
 NAME = re.compile(r"[+~]*([\w./@:$-]+)", re.ASCII)
+NO_FILE = re.compile(r"[-+.\d_e]+|true|false|null|inf|nan|[\[{].*", re.IGNORECASE)
+"""What Hydra takes for another kind of value than a word."""
 HEADER = "# @package _global_"
 
 
@@ -37,7 +39,9 @@ def explain(error: BaseException, wanted: str = "experiment", words: Sequence[st
         return _not_parsed(word, wanted)
     if not isinstance(error, CONFIG_ERRORS):
         for word in words:  # Hydra's own check of a group's value does not say whose it is
-            if re.match(rf"[+~]*({'|'.join(GROUPS)})?(@\w*)?=", word):
+            name, equals, value = word.partition("=")
+            name = name.lstrip("+~").partition("@")[0]
+            if equals and (not name or (name in GROUPS and NO_FILE.fullmatch(value))):
                 return (
                     f"{word}: a setting is name=value, and the value of {' or '.join(GROUPS)} a file's name in configs/"
                 )

@@ -149,10 +149,10 @@ def test_brackets_and_quotes_that_stay_open_are_told(capsys, word):
     assert told.startswith(f"{word} does not read as a value: ") and "http" not in told
 
 
-@pytest.mark.parametrize("word", ["=3", "+=3", "~=3", "experiment=3", "experiment=true", "test=3"])
+@pytest.mark.parametrize("word", ["=3", "+=3", "~=3", "experiment=3", "experiment=true", "test=3", "test=null", "@=3"])
 def test_a_word_without_a_name_or_a_group_without_a_file(capsys, monkeypatch, word):
-    monkeypatch.setattr(sys, "argv", ["train.py", "name=x", word])
-    assert said(capsys, word).startswith(f"{word}: a setting is name=value")
+    monkeypatch.setattr(sys, "argv", ["train.py", "experiment=main", "name=x", word])
+    assert said(capsys, "experiment=main", word).startswith(f"{word}: a setting is name=value")
 
 
 def test_settings_of_a_scoring(capsys):
