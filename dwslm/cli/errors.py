@@ -100,5 +100,7 @@ def raised_by_us(error: BaseException) -> bool:
 
 def raised_in(error: BaseException, *packages: str) -> bool:
     """Whether the innermost frame of the error that has a file is in one of these packages."""
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
-    return bool(files) and not {*packages}.isdisjoint(Path(files[-1]).parts)
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    files = [file for file in files if file.is_file()]
+    homes = [Path(str(sys.modules[name].__file__)).parent for name in packages if name in sys.modules]
+    return bool(files) and any(home in files[-1].parents for home in homes)

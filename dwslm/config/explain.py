@@ -91,7 +91,7 @@ def _unknown(lines: Sequence[str], full_key: str, wanted: str) -> str | None:
     file = re.search(r"In '([\w./-]+)'", text)
     given = re.search(r"(?:Could not override|Error merging override) '?[+~]*([\w.]*)", text)
     if lacks and file:
-        if lacks[1] in (file[1].split("/")[0], "_name_") or lacks[1].startswith("_"):
+        if lacks[1] == file[1].split("/")[0] or lacks[1].startswith("_"):
             return f"the first line of {file[1]}.yaml must be {HEADER}, or its settings are taken for those of a part"
         where = f" in {file[1]}.yaml"
     elif given and (lacks or text.startswith("Could not override")):

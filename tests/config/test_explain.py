@@ -1,5 +1,6 @@
 """One line of what Hydra, OmegaConf and YAML raise, at the command lines themselves."""
 
+import runpy
 import subprocess
 import sys
 
@@ -185,7 +186,12 @@ def test_the_entry_points_leave_with_it(tmp_path, words, expected):
     assert done.stderr.replace(str(tmp_path), ".").startswith(f"error: {expected}")
 
 
-def test_what_is_no_mistake_of_the_user_is_not_told_as_one():
+def test_what_is_no_mistake_of_the_user_is_not_told_as_one(tmp_path):
+    library = tmp_path / "hydra" / "fault.py"  # a folder of that name makes it none of Hydra's
+    library.parent.mkdir()
+    library.write_text("raise ValueError('theirs')")
+    with pytest.raises(ValueError, match="theirs"), one_line_errors():
+        runpy.run_path(str(library))
     with pytest.raises(TypeError), one_line_errors():
         raise TypeError("ours")
     with pytest.raises(OverflowError), one_line_errors():
