@@ -1,5 +1,6 @@
 """What a run is made of, built and checked from its configuration."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from dwslm.config import RunConfig
 from dwslm.data.packing import RowStream
 from dwslm.data.shards import Dataset
 from dwslm.model.lm import LanguageModel
+from dwslm.optim.groups import memory_bytes, route
 from dwslm.optim.optimizer import Optimizer
 from dwslm.train.checkpoint import Checkpoint
 from dwslm.train.device import set_numerics
@@ -63,6 +65,7 @@ def build(config: RunConfig, lr: float | None, ranks: Ranks | None = None) -> Bu
         check_counted(config, device, found)
     train_set, valid_set = open_data(config, rank_console(ranks))
     stream = open_stream(config, plan, train_set, train_set.path)
+    check_size(config, train_set.vocab_size, trains_here=device.type == "cpu" and ranks.world == 1)
     model = LanguageModel(config.model, train_set.vocab_size, config.train.seed).to(device)
     optimizer = Optimizer(
         dict(model.named_parameters()),
@@ -77,6 +80,33 @@ def build(config: RunConfig, lr: float | None, ranks: Ranks | None = None) -> Bu
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
         plan = plan.with_micro_batch(micro_batch_of_all(sizes, model, optimizer, memory, ranks))
     return Built(plan, model, optimizer, stream, train_set, valid_set, found)
+
+
+def check_size(config: RunConfig, vocab_size: int, trains_here: bool) -> None:
+    """Refuses a model that this machine's memory cannot hold, before it is made there.
+
+    trains_here: it stays there, with gradients and the optimizer's state, and not its weights alone for a while.
+
+    Raises:
+        ValueError: with both sizes.
+    """
+    with torch.device("meta"):
+        shapes = LanguageModel(config.model, vocab_size)
+    parameters = dict(shapes.named_parameters())
+    what, needed = "weights alone take", sum(parameter.nbytes for parameter in parameters.values())
+    if trains_here:
+        held = memory_bytes(route(parameters, shapes.roles(), config.optim))
+        what, needed = "weights, gradients and optimizer take", needed + sum(held.values()) - held["update"]
+    if needed > (there := machine_memory()):
+        raise ValueError(
+            f"the model's {what} {gigabytes(needed)}, and this machine has {gigabytes(there)} of memory: make model.layers, "
+            "model.width or another size of it smaller"
+        )
+
+
+def machine_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_counted(config: RunConfig, device: torch.device, found: Mapping[str, str]) -> None:

@@ -49,8 +49,12 @@ def one_line_errors(wanted: str = "experiment") -> Iterator[None]:
         if not raised_by_us(error) and error.filename is None:
             raise
         fail(f"{error.filename}: {error.strerror}" if error.filename is not None and error.strerror else str(error))
-    except (ValueError, FloatingPointError) as error:
-        if not raised_by_us(error):
+    except (ValueError, FloatingPointError, OverflowError) as error:
+        if raised_in(error, "hydra", "omegaconf"):
+            from dwslm.config import explain
+
+            fail(explain(error, wanted, sys.argv[1:]))
+        if not raised_by_us(error) or isinstance(error, OverflowError):
             raise
         fail(str(error))
 
@@ -92,3 +96,11 @@ def raised_by_us(error: BaseException) -> bool:
     """Whether the innermost frame of the error is in this package."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and PACKAGE in Path(frames[-1].filename).resolve().parents
+
+
+def raised_in(error: BaseException, *packages: str) -> bool:
+    """Whether the innermost frame of the error that has a file is in one of these packages."""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    files = [file for file in files if file.is_file()]
+    homes = [Path(str(sys.modules[name].__file__)).parent for name in packages if name in sys.modules]
+    return bool(files) and any(home in files[-1].parents for home in homes)

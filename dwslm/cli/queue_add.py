@@ -9,11 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hydra import compose
 from rich.table import Table
 from rich.text import Text
 
 from dwslm.cli.errors import make_console
-from dwslm.config import RunConfig, flatten, to_object, to_plain
+from dwslm.config import (
+    CONFIG_ERRORS,
+    RunConfig,
+    ScoreConfig,
+    explain,
+    flatten,
+    to_object,
+    to_plain,
+)
 from dwslm.runs.folder import RunFolder, list_runs
 from dwslm.runs.queue import Queue
 from dwslm.runs.queue_job import JobSpec
@@ -125,6 +134,7 @@ def scoring_job(of: JobSpec, words: Sequence[str]) -> JobSpec:
     """A scoring by eval.py of what a training job will have made."""
     if any(word.split("=", 1)[0].lstrip("+") in ("checkpoint", "runs_dir") for word in words):
         raise ValueError(f"hydra.launcher.then={list(words)}: the checkpoint is the job's own, leave it out")
+    check_scoring(words)
     device = [] if of.config is None else [f"device={of.config['train']['device']}"]
     arguments = [f"checkpoint={OF_JOB}{of.id}", f"runs_dir={of.runs_dir}", *device, *words]
     return replace(
@@ -137,6 +147,15 @@ def scoring_job(of: JobSpec, words: Sequence[str]) -> JobSpec:
         arguments=arguments,
         after=[of.id],
     )
+
+
+def check_scoring(words: Sequence[str]) -> None:
+    """Raises ValueError for what eval.py would refuse, hours before it is started. Hydra's --multirun must be under way."""
+    try:
+        to_object(compose("score", overrides=list(words)), ScoreConfig)
+    except (ValueError, *CONFIG_ERRORS) as error:
+        said = explain(error, "checkpoint", words) if isinstance(error, CONFIG_ERRORS) else error
+        raise ValueError(f"hydra.launcher.then={list(words)}: {said}") from error
 
 
 def fingerprint(data: Path) -> str | None:

@@ -1,6 +1,5 @@
 """What a run says of itself: the tables before it, the receipt of a resume, and run.json."""
 
-import os
 import platform
 import shutil
 import sys
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from dwslm.cli.build import Built
+from dwslm.cli.build import Built, machine_memory
 from dwslm.cli.engines import slower
 from dwslm.cli.find import commit, installed
 from dwslm.cli.plan_data import describe_plan, show_plan
@@ -72,11 +71,6 @@ def check_memory(config: RunConfig, built: Built) -> None:
             f"no GPU is here, and on a CPU this run needs {gigabytes(needed)} or more, of which there are {gigabytes(there)}: "
             "take a small one such as experiment=demo, or train.device=cpu if this is meant"
         )
-
-
-def machine_memory() -> int:
-    """Bytes of memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def make_receipt(

@@ -4,6 +4,9 @@ import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+MOST_WINDOW_TOKENS = 2**28
+MOST_SEGMENTS = 2**14
+
 
 @dataclass
 class Rung:
@@ -23,6 +26,8 @@ class Rung:
             raise ValueError(f"ladder start {self.start}: must be a fraction of the planned tokens in (0, 1)")
         if self.segments_per_row < 2:
             raise ValueError(f"ladder segments_per_row {self.segments_per_row}: must be 2 or more, text and padding")
+        if self.segments_per_row > MOST_SEGMENTS:
+            raise ValueError(f"ladder segments_per_row {self.segments_per_row}: must be at most {MOST_SEGMENTS}")
 
 
 @dataclass
@@ -52,6 +57,8 @@ class PackingSettings:
             raise ValueError(f"packing context {self.context}: must be 2 or more, an eod and a token")
         if self.segments_per_row < 2:
             raise ValueError(f"packing segments_per_row {self.segments_per_row}: must be 2 or more, text and padding")
+        if self.segments_per_row > MOST_SEGMENTS:
+            raise ValueError(f"packing segments_per_row {self.segments_per_row}: must be at most {MOST_SEGMENTS}")
         if self.fill not in ("best_fit", "concat"):
             raise ValueError(f"packing fill {self.fill!r}: must be best_fit or concat")
         for before, after in pairwise([Rung(0.5, self.context), *self.ladder]):
@@ -60,6 +67,8 @@ class PackingSettings:
         for before, after in pairwise(self.ladder):
             if not before.start < after.start:
                 raise ValueError(f"ladder starts must rise: {before.start} is followed by {after.start}")
+        if self.window_tokens > MOST_WINDOW_TOKENS:
+            raise ValueError(f"packing window_tokens {self.window_tokens}: must be at most {MOST_WINDOW_TOKENS}")
         if self.window_tokens < self.last_context:
             raise ValueError(
                 f"packing window_tokens {self.window_tokens}: must be at least the context, {self.last_context}"

@@ -35,6 +35,10 @@ Progress = Callable[[int, int], None]
 MAX_NATS = 2.0**16
 
 
+MOST = {"context": 2**20, "micro_batch_tokens": 2**20, "segments_per_row": 2**14, "bootstrap_samples": 1_000_000}
+"""Of these settings: what memory is asked for grows with them, at the first scoring, which may be hours into a run."""
+
+
 @dataclass
 class EvalSettings:
     """How checkpoints are scored. What changes scores must stay the same for all that are compared."""
@@ -74,9 +78,15 @@ class EvalSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"evaluate {name} {value}: must be 1 or more")
+        for name, most in MOST.items():
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise ValueError(f"evaluate {name} {value}: must be at most {most}")
         rising = all(low < high for low, high in zip([1, *self.bands], self.bands, strict=False))
         if len(self.bands) == 1 or not rising:
             raise ValueError(f"evaluate bands {list(self.bands)}: must be two or more rising positions, or empty")
+        if self.bands and self.bands[-1] > MOST["context"]:
+            raise ValueError(f"evaluate bands {list(self.bands)}: the last must be at most {MOST['context']}")
 
 
 def score(

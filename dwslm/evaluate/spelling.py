@@ -33,6 +33,7 @@ from dwslm.evaluate.bits_per_byte import (
 )
 from dwslm.evaluate.items import Item, load_words, make_items
 
+MOST_ITEMS = 100_000
 TESTS = langgame.TESTS | cute.TESTS | probes.TESTS
 NORMAL_95 = 1.959964  # 97.5 % point of the standard normal distribution
 
@@ -55,8 +56,8 @@ class SpellingSettings:
     English words."""
 
     def __post_init__(self) -> None:
-        if self.items < 1:
-            raise ValueError(f"spelling_tests.items={self.items} must be 1 or more")
+        if not 1 <= self.items <= MOST_ITEMS:
+            raise ValueError(f"spelling_tests.items={self.items} must be from 1 to {MOST_ITEMS}")
         if self.shots < 0:
             raise ValueError(f"spelling_tests.shots={self.shots} must be 0 or more")
 

@@ -43,6 +43,7 @@ SIZES = (
     "delta_gate_rank",
     "mlp_hidden",
 )
+MOST_LAYERS, MOST_SIZE = 1024, 2**18  # far more than is ever wanted, and still few enough to count with
 MOST_SOFTCAP = 40.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -140,13 +141,17 @@ class ModelSettings:
                 raise ValueError(f"model.{name}={value!r} is not one of {', '.join(allowed)}")
         if not self.pattern or set(self.pattern) - {"local", "global"}:
             raise ValueError(f"model.pattern={self.pattern} may hold only 'local' and 'global'")
-        if self.layers < 1 or self.layers % len(self.pattern):
+        if not 1 <= self.layers <= MOST_LAYERS:
+            raise ValueError(f"model.layers={self.layers} must be from 1 to {MOST_LAYERS}")
+        if self.layers % len(self.pattern):
             raise ValueError(
                 f"model.layers={self.layers} is not a multiple of the pattern's length {len(self.pattern)}: change one of them"
             )
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be 1 or more")
+            if name != "window" and getattr(self, name) > MOST_SIZE:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at most {MOST_SIZE}")
         for name in ("depth_block", "base_depth"):
             if getattr(self, name) < 0:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be 0 (off) or more")

@@ -25,10 +25,12 @@ class RopeSettings:
     """a in the softmax temperature (a ln(factor) + 1)^2."""
 
     def __post_init__(self) -> None:
-        finite = all(math.isfinite(value) for value in vars(self).values())
-        if not finite or self.theta <= 1 or self.yarn_factor < 1 or self.yarn_beta_fast <= self.yarn_beta_slow:
+        for name, value in vars(self).items():
+            if not math.isfinite(value):
+                raise ValueError(f"model.rope.{name}={value} must be a finite number")
+        if self.theta <= 1 or self.yarn_factor < 1 or self.yarn_beta_fast <= self.yarn_beta_slow:
             raise ValueError(
-                f"model.rope needs finite values, theta > 1, yarn_factor >= 1 and yarn_beta_fast > yarn_beta_slow, "
+                f"model.rope needs theta > 1, yarn_factor >= 1 and yarn_beta_fast > yarn_beta_slow, "
                 f"not {self.theta}, {self.yarn_factor}, {self.yarn_beta_fast} and {self.yarn_beta_slow}"
             )
 

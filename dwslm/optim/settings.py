@@ -90,7 +90,7 @@ class OptimSettings:
         for name in ("lr", "clip"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"optim.{name}={value} must be above 0 (or null)")
+                raise ValueError(f"optim.{name}={value} must be above 0 and finite (or null)")
         if self.lr is not None and self.lr > MOST_LR:
             raise ValueError(f"optim.lr={self.lr} must be at most {MOST_LR:g}: no rule learns at such a rate")
         for name in ("adam_ratio", "eps"):

@@ -19,6 +19,8 @@ from dwslm.runs.sinks import WANDB_MODES, require
 LEAVE_S = 5.0
 """What trackers get where the run leaves early: a signal may be followed by a kill."""
 
+MOST_FINISH_S = 86_400
+
 
 @dataclass
 class TrackSettings:
@@ -40,8 +42,8 @@ class TrackSettings:
             raise ValueError(f'track.wandb="{self.wandb}" must be off, offline or online')
         if not self.project:
             raise ValueError("track.project is empty")
-        if not 0 <= self.finish_seconds < float("inf"):
-            raise ValueError(f"track.finish_seconds={self.finish_seconds} must be 0 or more")
+        if not 0 <= self.finish_seconds <= MOST_FINISH_S:
+            raise ValueError(f"track.finish_seconds={self.finish_seconds} must be from 0 to {MOST_FINISH_S}, a day")
 
     def sinks(self) -> dict[str, dict[str, Any]]:
         """Those that are on, by name, with what each is told.

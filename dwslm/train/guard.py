@@ -16,6 +16,7 @@ from torch import Tensor
 # Least spread taken for usual, as a part of the mean: steps that are all alike must not make noise a spike.
 LEAST_SPREAD = 1e-3
 UNREAD = 256  # verdicts that the device holds until the host reads them; it must by then
+MOST_WINDOW = 100_000  # all of it is read in each step, and written with each checkpoint
 LOSS, NORM, LOSS_LIMIT, NORM_LIMIT, TAKEN = range(5)
 
 
@@ -45,6 +46,8 @@ class GuardSettings:
             raise ValueError(f"guard.sigma={self.sigma}: must be above 0, or null to judge no spikes")
         if self.window < 2:
             raise ValueError(f"guard.window={self.window}: must be at least 2, or there is no deviation")
+        if self.window > MOST_WINDOW:
+            raise ValueError(f"guard.window={self.window}: must be at most {MOST_WINDOW}")
         if self.off_for < 2:
             raise ValueError(f"guard.off_for={self.off_for}: must be at least 2, or there is nothing to compare with")
         for name in ("max_skips", "max_rollbacks"):

@@ -4,6 +4,9 @@ import re
 from dataclasses import dataclass
 
 AUTO = "auto"
+MOST_THREADS = 1024
+MOST_PREFETCH = 1024
+MOST_MICRO_BATCH = 2**24  # tokens
 DIGITS = re.compile(r"[0-9]+(_[0-9]+)*")
 
 
@@ -51,12 +54,19 @@ class TrainSettings:
         for name in ("threads", "eval_every_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be 0 or more")
+        for name, most in (("threads", MOST_THREADS), ("prefetch", MOST_PREFETCH)):
+            if getattr(self, name) > most:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be at most {most}")
         if self.micro_batch_tokens == AUTO:
             return
         if isinstance(self.micro_batch_tokens, str) and DIGITS.fullmatch(self.micro_batch_tokens):
             self.micro_batch_tokens = int(self.micro_batch_tokens)  # quotes are what a shell or YAML left
         if type(self.micro_batch_tokens) is not int or self.micro_batch_tokens < 1:
             raise ValueError(f"train.micro_batch_tokens={self.micro_batch_tokens!r} must be 1 or more, or auto")
+        if self.micro_batch_tokens > MOST_MICRO_BATCH:
+            raise ValueError(
+                f"train.micro_batch_tokens={self.micro_batch_tokens} must be at most {MOST_MICRO_BATCH}: a step may be of several"
+            )
         if self.batch_tokens % self.micro_batch_tokens:
             raise ValueError(
                 f"train.batch_tokens={self.batch_tokens} is not a multiple of "
