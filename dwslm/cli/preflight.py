@@ -261,6 +261,7 @@ def check_saving(config: RunConfig, built: Built) -> Iterator[Check]:
     optimizer = built.optimizer
     made = not place.parent.exists()
     with watched("save and load") as caught:
+        place.parent.mkdir(parents=True, exist_ok=True)
         try:
             weights, state = optimizer.weights(), optimizer.state()
             started = time.perf_counter()
