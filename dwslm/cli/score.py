@@ -29,7 +29,7 @@ from dwslm.evaluate.baselines import (
 )
 from dwslm.evaluate.bits_per_byte import EvalSettings, NatsFn, score, score_text
 from dwslm.evaluate.report import make_report, report_rows, run_row, slice_table, tables
-from dwslm.evaluate.spelling import SpellingSettings, score_spelling, spelling_items, spelling_table
+from dwslm.evaluate.spelling import score_spelling, spelling_items, spelling_table
 from dwslm.model.lm import LanguageModel
 from dwslm.model.rotary import RopeSettings
 from dwslm.runs.writer import RunWriter
@@ -54,15 +54,6 @@ def score_checkpoint(config: ScoreConfig, overrides: Sequence[str]) -> None:
 def score_rank(config: ScoreConfig, overrides: Sequence[str], ranks: Ranks) -> None:
     """`score_checkpoint` of one process among those that score together."""
     console = rank_console(ranks)
-    asked = config.spelling_tests != SpellingSettings()
-    if config.text is not None and (
-        config.bands or config.yarn_factor is not None or config.baselines or config.spelling or asked
-    ):
-        raise ValueError("text= scores one file: leave out bands, yarn_factor, baselines, spelling and spelling_tests")
-    if config.yarn_factor is not None and not config.bands:
-        raise ValueError(f"yarn_factor={config.yarn_factor} is of the bands: give bands=true too")
-    if asked and not config.spelling:
-        raise ValueError("spelling_tests says which questions to ask: give spelling=true too")
     if not config.checkpoint:
         raise ValueError("eval.py needs checkpoint=RUN (or RUN@STEP, RUN@best, or a checkpoint's folder)")
     found, run, passed_over = find_checkpoint(config.checkpoint, config.runs_dir)

@@ -1,6 +1,6 @@
 """The whole configuration of a run: the parts' own settings in one typed object, checked together.
 
-The only part that meets Hydra and OmegaConf. The entry points call it; the library never does.
+The only part that meets OmegaConf. The entry points call it; the library never does.
 """
 
 import dataclasses
@@ -177,7 +177,8 @@ def branch_config(
         )
     config = from_plain(unflatten(flatten(stored) | changed))
     config.data.past.append(Past(row, from_plain(stored).data.mixture))
-    return dataclasses.replace(config, branch=str(checkpoint), resume=None, init_from=None), changed
+    dry_run = bool(given.get("dry_run"))
+    return dataclasses.replace(config, branch=str(checkpoint), resume=None, init_from=None, dry_run=dry_run), changed
 
 
 def _changes(

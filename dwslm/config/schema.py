@@ -110,6 +110,19 @@ class ScoreConfig:
     evaluate: EvalSettings = field(default_factory=EvalSettings)
     """How to score. What is not given is as in the run."""
 
+    def __post_init__(self) -> None:
+        asked = self.spelling_tests != SpellingSettings()
+        if self.text is not None and (
+            self.bands or self.yarn_factor is not None or self.baselines or self.spelling or asked
+        ):
+            raise ValueError(
+                "text= scores one file: leave out bands, yarn_factor, baselines, spelling and spelling_tests"
+            )
+        if self.yarn_factor is not None and not self.bands:
+            raise ValueError(f"yarn_factor={self.yarn_factor} is of the bands: give bands=true too")
+        if asked and not self.spelling:
+            raise ValueError("spelling_tests says which questions to ask: give spelling=true too")
+
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} as {"a.b": 1}; lists and free-form dictionaries of numbers stay values."""

@@ -50,6 +50,13 @@ def test_a_branch_that_changes_nothing_is_the_rest_of_the_run_bit_for_bit(parent
     assert len(rows) == STEPS - AT
 
 
+def test_a_dry_run_of_a_branch_leaves_nothing_behind(parent, tmp_path, capsys):
+    launch(
+        replace(branched(parent, tmp_path, "75%"), dry_run=True), [f"branch={parent.path}@75%", f"runs_dir={tmp_path}"]
+    )
+    assert not list(tmp_path.iterdir()) and "done:" not in capsys.readouterr().out
+
+
 def test_another_mixture_is_served_from_there_on_and_the_origin_is_kept(parent, tmp_path):
     config = branched(parent, tmp_path, str(AT), name="other")
     config.data.mixture = MixtureSettings(anneal=Anneal(["notes"], 8.0))

@@ -35,6 +35,7 @@ def multirun(monkeypatch, tmp_path):
             'hydra.launcher.then=[["spelling_tests.itms=1"]]',
             r"unknown setting .*: did you mean spelling_tests.items\?$",
         ),
+        ('hydra.launcher.then=[["yarn_factor=2"]]', r"then=.*: yarn_factor=2.0 is of the bands: give bands=true too"),
         ('hydra.launcher.then=[["evaluate.bands=[3]"]]', r"then=.*: evaluate bands \[3\]: must be two or more"),
     ],
 )

@@ -29,7 +29,7 @@ def test_a_size_that_no_machine_has_is_refused_by_name(program, name, value):
 
 @pytest.mark.parametrize(("program", "name"), [case for case in of_kind(int) if case[1] in ANY_AMOUNT])
 def test_amounts_that_ask_for_no_memory_may_be_large(program, name):
-    composed(program, f"{name}={2**40}")
+    composed(program, f"{name}={2**40}", *(["spelling=true"] if name.startswith("spelling_tests.") else []))
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_amounts_that_ask_for_no_memory_may_be_large(program, name):
         ("guard.window=1_000_000", "guard.window=1000000: must be at most 100000"),
         ("model.layers=0", "model.layers=0 must be from 1 to 1024"),
         ("model.layers=-4", "model.layers=-4 must be from 1 to 1024"),
-        ("ranks.silence_seconds=1e300", r"ranks.silence_seconds=1e\+300: must be from 5 to 86400, a day"),
-        ("track.finish_seconds=1e300", r"track.finish_seconds=1e\+300 must be from 0 to 86400, a day"),
+        ("ranks.silence_seconds=1e300", r"ranks.silence_seconds=1e\+300: must be from 5 to 1e\+09"),
+        ("track.finish_seconds=1e300", r"track.finish_seconds=1e\+300 must be from 0 to 1e\+09"),
     ],
 )
 def test_the_limit_is_told(word, message):
