@@ -110,7 +110,7 @@ def slower(s: ModelSettings, device: torch.device, found: dict[str, str]) -> str
         for part in ("delta rule", "MLP")
         if getattr(s, PARTS[part]) == "auto" and found[part] not in ("fused", "not used")
     ]
-    if not left or choice.untried_triton("") is None:
+    if not left or choice.untried_triton() is None:
         return None
     return (
         f"the fastest kernels of {' and '.join(left)} are for Triton {', '.join(choice.TRIED)}, and {choice.TRITON} is "

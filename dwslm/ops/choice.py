@@ -35,11 +35,11 @@ def misfit(device: torch.device, head_dim: int | None = None) -> str | None:
     return None
 
 
-def untried_triton(why: str) -> str | None:
+def untried_triton() -> str | None:
     """Why a kernel that has been run with the versions `TRIED` alone is not taken; None where one of them is installed."""
     if TRITON.rpartition(".")[0] in TRIED:
         return None
-    return f"is for Triton {', '.join(TRIED)}, {why}, and {TRITON} is installed"
+    return f"is for Triton {', '.join(TRIED)}, of which it uses experimental parts, and {TRITON} is installed"
 
 
 def resolve(what: str, engine: str, reason: str | None, engines: Iterable[str] = ENGINES) -> str:

@@ -31,7 +31,7 @@ def fused_misfit(device: torch.device, dtype: torch.dtype, head_dim: int, bounde
     """The same for our own kernels, which are in Gluon and have been held to float32 with one version of Triton."""
     if reason := misfit(device, dtype, head_dim, bounded):
         return reason
-    if reason := choice.untried_triton("of which it uses experimental parts"):
+    if reason := choice.untried_triton():
         return f"{reason}: choose auto, cudnn or fla"
     return None
 

@@ -21,7 +21,7 @@ def misfit(device: torch.device, dtype: torch.dtype, tokens: int, width: int, hi
             f"takes tokens in multiples of {ROWS}, model.width in multiples of {INNER} above {4 * INNER} and model.mlp_hidden in "
             f"multiples of {COLUMNS}, not {tokens}, {width} and {hidden}"
         )
-    return choice.untried_triton("of which it uses experimental parts")
+    return choice.untried_triton()
 
 
 def resolve(engine: str, device: torch.device, dtype: torch.dtype, tokens: int, width: int, hidden: int) -> str:

@@ -22,7 +22,7 @@ def misfit(device: torch.device, tokens: int, width: int, hidden: int) -> str | 
             f"takes tokens in multiples of {ROWS}, model.width in multiples of {INNER} from {2 * INNER} on and model.mlp_hidden "
             f"in multiples of {COLUMNS}, not {tokens}, {width} and {hidden}"
         )
-    return choice.untried_triton("of which it uses experimental parts")
+    return choice.untried_triton()
 
 
 def resolve(engine: str, device: torch.device, tokens: int, width: int, hidden: int) -> str:
